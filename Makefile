@@ -1,0 +1,52 @@
+# Every target sets up what it needs, once: the virtual environment, the packages, the compiled ops.
+#   FLOWTT_DEVICE=cpu|cuda overrides the detection of a GPU; PYTHON=... chooses the Python that makes the environment.
+SHELL := /bin/bash
+VENV ?= .venv
+DEVICE := $(or $(FLOWTT_DEVICE),$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
+GPUS := $(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null | wc -l),0)
+# Processes of the main job: one a GPU, two on a CPU.
+NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+CONFIG ?= configs/quickstart.yaml
+# More options for train_dlrm.py, for example ARGS="--epochs 2".
+ARGS ?=
+PYTEST_ARGS ?=
+
+ACTIVATE := source $(VENV)/bin/activate
+INSTALLED := $(VENV)/.flowtt-$(DEVICE)
+DEV := $(VENV)/.flowtt-dev
+BUILT := $(VENV)/.flowtt-built
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+
+.PHONY: setup train test lint format bench clean
+
+setup: $(BUILT)
+
+$(INSTALLED): requirements/base.txt requirements/$(DEVICE).txt requirements/fbgemm-gpu-shim/pyproject.toml
+	scripts/setup.sh $(VENV) $(DEVICE)
+	@touch $@
+
+$(DEV): requirements/dev.txt | $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet -r requirements/dev.txt
+	@touch $@
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	@echo "== building the compiled ops"
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+# torchx runs `torchrun` from the PATH, hence the activated environment.
+train: $(BUILT)
+	$(ACTIVATE) && torchx run -s local_cwd dist.ddp -j 1x$(NPROC) --script train_dlrm.py -- --config $(CONFIG) $(ARGS)
+
+test: $(BUILT) $(DEV)
+	$(ACTIVATE) && python -m pip check && python -m pytest $(PYTEST_ARGS)
+
+lint: $(BUILT) $(DEV)
+	$(ACTIVATE) && ruff check . && ruff format --check . && mypy
+	$(ACTIVATE) && clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+
+format: $(DEV)
+	$(ACTIVATE) && ruff check --fix . && ruff format . && clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp')
+
+clean:
+	rm -rf build *.egg-info flowtt_torchrec/_C*.so $(BUILT)
