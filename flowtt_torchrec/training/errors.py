@@ -1,0 +1,24 @@
+"""The error that a user can cause and mend: one clear message, no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user gave is wrong. The message names it, says what is allowed, and needs no traceback."""
+
+
+class ConfigError(UserError):
+    """A setting is wrong; the message starts with where it was made, like ``configs/a.yaml:12`` or ``--epochs``."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used: missing parts, or made by a run that this one does not continue."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known word nearest to ``word``, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
