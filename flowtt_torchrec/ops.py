@@ -1,0 +1,269 @@
+"""The tensor-train embedding ops, and which backend runs them.
+
+``native`` is the compiled library and the default. ``reference`` is the plain PyTorch definition: slow, but it needs no
+compiler. A library that is missing or does not load is an error at the first op call; there is no silent fallback.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flowtt_torchrec import native, reference
+from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.optimizers import SGD, OptimizerSpec, state_names
+from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
+
+BACKENDS: dict[str, ModuleType] = {"native": native, "reference": reference}
+BACKEND_VARIABLE = "FLOWTT_BACKEND"
+_POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
+_FLOWS = {"prefix": Flow.PREFIX, "unique": Flow.UNIQUE, "direct": Flow.DIRECT}
+
+
+class BackendInfo(NamedTuple):
+    """Which backend runs and why.
+
+    Attributes:
+        name: ``"native"`` or ``"reference"``.
+        reason: what chose it.
+        library: path of the compiled library, if there is one.
+        error: why the compiled library cannot be used, if it cannot.
+    """
+
+    name: str
+    reason: str
+    library: str | None
+    error: str | None
+
+
+def _choose(name: str, reason: str) -> tuple[str, str]:
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r} ({reason}); known: {', '.join(BACKENDS)}")
+    return name, reason
+
+
+_chosen = (
+    _choose(os.environ[BACKEND_VARIABLE], f"{BACKEND_VARIABLE}={os.environ[BACKEND_VARIABLE]}")
+    if os.environ.get(BACKEND_VARIABLE)
+    else _choose("native", "the default")
+)
+
+
+def set_backend(name: str) -> None:
+    """Makes ``"native"`` or ``"reference"`` run all following ops of this process."""
+    global _chosen
+    _chosen = _choose(name, f"set_backend({name!r})")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, ``"native"`` or ``"reference"`` runs the ops."""
+    global _chosen
+    before = _chosen
+    _chosen = _choose(name, f"use_backend({name!r})")
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def backend_info() -> BackendInfo:
+    """Which backend runs and why, and what is known about the compiled library."""
+    library = None if native.library_path is None else str(native.library_path)
+    return BackendInfo(*_chosen, library, native.load_error)
+
+
+def _backend() -> ModuleType:
+    name = _chosen[0]
+    if name == "native" and native.load_error is not None:
+        raise RuntimeError(
+            f"the compiled FlowTT ops cannot be used: {native.load_error}. Build them with `make setup` or "
+            f"`pip install --no-build-isolation -e .`, or set {BACKEND_VARIABLE}=reference to run the slow, plain "
+            "PyTorch definition instead"
+        )
+    return BACKENDS[name]
+
+
+def flow_plan(
+    layout: TTLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    flow: str = "prefix",
+) -> FlowPlan:
+    """Groups a batch's lookups by shared prefix, equal rows together.
+
+    Args:
+        layout: the tables and features.
+        indices: int32 or int64 ``[N]``, row numbers, feature by feature, as TorchRec's ``KeyedJaggedTensor`` has them.
+        offsets: int32 or int64 ``[num_features * batch_size + 1]``, first lookup of each bag, then ``N``.
+        bounds_check_mode: what happens to a row number that its table does not have.
+        flow: ``"prefix"``; ``"unique"`` takes only equal rows together; ``"direct"`` nothing, and does not sort.
+
+    Returns:
+        The plan, for `pooled_lookup`.
+
+    Raises:
+        RuntimeError: for offsets that do not describe the indices, a row number out of range under ``FATAL``, or a
+            compiled library that cannot be used.
+        ValueError: for arguments of the wrong type or shape.
+    """
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be a 1-D tensor of int32 or int64, not {tensor.dim()}-D of {tensor.dtype}")
+    return _backend().flow_plan(layout, indices, offsets, _option("flow", flow, _FLOWS), bounds_check_mode)
+
+
+def pooled_lookup(
+    weights: Tensor,
+    layout: TTLayout,
+    offsets: Tensor,
+    plan: FlowPlan,
+    *,
+    per_sample_weights: Tensor | None = None,
+    pooling: str = "sum",
+) -> Tensor:
+    """Pooled rows of a batch whose plan is known; otherwise as `lookup`."""
+    _check(weights, layout, plan, per_sample_weights)
+    mode = _option("pooling", pooling, _POOLING)
+    return _backend().pooled_forward(weights, layout, offsets, plan, per_sample_weights, mode)
+
+
+def lookup(
+    weights: Tensor,
+    layout: TTLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    per_sample_weights: Tensor | None = None,
+    pooling: str = "sum",
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    flow: str = "prefix",
+) -> Tensor:
+    """Pooled rows of all features of a batch; differentiable in ``weights`` and ``per_sample_weights``.
+
+    Args:
+        weights: the cores of all tables, float32 or float64 ``[layout.num_parameters]``.
+        layout: the tables and features.
+        indices: as for `flow_plan`.
+        offsets: as for `flow_plan`.
+        per_sample_weights: factor of each lookup, ``[N]``, of the weights' type.
+        pooling: ``"sum"``, or ``"mean"``: divided by the number of lookups in the bag, also when they are weighted.
+        bounds_check_mode: as for `flow_plan`.
+        flow: as for `flow_plan`.
+
+    Returns:
+        ``[batch_size, layout.total_dim]``, the features' columns side by side; zeros for an empty bag.
+
+    Raises:
+        RuntimeError: as `flow_plan`.
+        ValueError: for arguments of the wrong type or shape.
+    """
+    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode, flow=flow)
+    return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
+
+
+def fused_lookup(
+    weights: Tensor,
+    layout: TTLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    optimizer: OptimizerSpec,
+    state: Mapping[str, Tensor],
+    per_sample_weights: Tensor | None = None,
+    pooling: str = "sum",
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    flow: str = "prefix",
+) -> Tensor:
+    """As `lookup`, but backward steps the optimizer on ``weights`` and ``state`` in place.
+
+    ``weights.grad`` stays ``None``. ``weights`` that do not require a gradient are not changed.
+
+    Args:
+        optimizer: the optimizer, with the learning rate of this step.
+        state: its state, as `flowtt_torchrec.optimizers.init_state` makes it.
+
+    Raises:
+        RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
+        ValueError: for arguments of the wrong type or shape.
+    """
+    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode, flow=flow)
+    if not weights.requires_grad:
+        return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
+    _check(weights, layout, plan, per_sample_weights)
+    missing = [name for name in state_names(optimizer.kind) if name not in state]
+    if missing:
+        raise ValueError(f"{optimizer.kind} needs the state {missing[0]!r}; make it with optimizers.init_state")
+    momentum1 = None if optimizer.kind == SGD else state["momentum1"]
+    mode = _option("pooling", pooling, _POOLING)
+    return _FusedLookup.apply(
+        weights, per_sample_weights, momentum1, offsets, *plan, layout, optimizer, mode, _backend()
+    )
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
+        per_sample_weights, momentum1, offsets, *plan, layout, optimizer, mode, backend = args
+        ctx.weights, ctx.version = weights, weights._version
+        ctx.momentum1 = momentum1
+        ctx.save_for_backward(per_sample_weights, offsets, *plan)
+        ctx.layout, ctx.optimizer, ctx.mode, ctx.backend = layout, optimizer, mode, backend
+        return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        per_sample_weights, offsets, *plan = ctx.saved_tensors
+        if ctx.weights._version != ctx.version:
+            raise RuntimeError(
+                "the tensor-train weights have changed since this forward pass, so its gradient cannot be taken; "
+                "with a fused optimizer run backward before the next backward of the same tables, or train them with "
+                "optimizer=None and a torch optimizer"
+            )
+        wants_per_sample_weights = ctx.needs_input_grad[1]
+        grad_per_sample_weights = ctx.backend.pooled_backward_update(
+            grad_output,
+            ctx.weights,
+            ctx.momentum1,
+            ctx.layout,
+            offsets,
+            FlowPlan(*plan),
+            ctx.optimizer,
+            per_sample_weights,
+            ctx.mode,
+            wants_per_sample_weights,
+        )
+        torch.autograd.graph.increment_version(ctx.weights)
+        rest = (None,) * (len(ctx.needs_input_grad) - 2)
+        return None, grad_per_sample_weights if wants_per_sample_weights else None, *rest
+
+
+def _option(argument: str, value: str, known: Mapping[str, Any]) -> Any:
+    if value not in known:
+        raise ValueError(f"unknown {argument} {value!r}; known: {', '.join(known)}")
+    return known[value]
+
+
+def _check(weights: Tensor, layout: TTLayout, plan: FlowPlan, per_sample_weights: Tensor | None) -> None:
+    if weights.shape != (layout.num_parameters,) or weights.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"weights must be float32 or float64 [{layout.num_parameters}], the cores of {layout.num_tables} tables, "
+            f"not {weights.dtype} {list(weights.shape)}"
+        )
+    if per_sample_weights is None:
+        return
+    if per_sample_weights.shape != plan.bags.shape or per_sample_weights.dtype != weights.dtype:
+        raise ValueError(
+            f"per_sample_weights must be {weights.dtype} {list(plan.bags.shape)}, one a lookup, "
+            f"not {per_sample_weights.dtype} {list(per_sample_weights.shape)}"
+        )

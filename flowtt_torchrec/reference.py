@@ -1,0 +1,306 @@
+"""Every op in plain PyTorch: the definition that compiled kernels are held to.
+
+Works on any device and in any floating-point type. A batch is grouped by the *flow plan*: lookups are sorted by key
+(see `flowtt_torchrec.layout`), equal rows are taken together, and rows that share a prefix (all digits but the last)
+form a *flow*, whose prefix product is computed once.
+
+The functions take the same arguments and return the same values as those of `flowtt_torchrec.native`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
+from flowtt_torchrec.optimizers import ADAGRAD, ROWWISE_ADAGRAD, OptimizerSpec
+
+
+class BoundsCheckMode(IntEnum):
+    """What happens to a row number that its table does not have; numbered as FBGEMM's modes."""
+
+    FATAL = 0  # RuntimeError
+    WARNING = 1  # looked up as row 0, with a warning
+    IGNORE = 2  # looked up as row 0
+
+
+class Flow(IntEnum):
+    """How lookups are grouped."""
+
+    PREFIX = 0  # equal rows once, rows of one prefix share its product
+    UNIQUE = 1  # equal rows once, every row by itself
+    DIRECT = 2  # every lookup by itself, in the order given
+
+
+class PoolingMode(IntEnum):
+    """How the rows of a bag become one; an empty bag gives zeros."""
+
+    SUM = 0
+    MEAN = 1  # divided by the number of lookups in the bag, also when they are weighted
+
+
+class FlowPlan(NamedTuple):
+    """A batch of ``N`` lookups, grouped. Of ``U`` distinct rows in ``P`` flows; entries past those are unspecified.
+
+    Attributes:
+        lookups: int32 ``[N]``, positions of the lookups in key order; equal keys keep their order.
+        bags: int32 ``[N]``, bag ``feature * batch_size + sample`` of each lookup, in the order given.
+        row_keys: int64 ``[N]``, the ``U`` distinct keys in key order.
+        row_starts: int32 ``[N + 1]``, first place in ``lookups`` of each distinct row, then ``N``.
+        flow_starts: int32 ``[N + 1]``, first distinct row of each flow, then ``U``.
+        counts: int64 ``[4]``: ``U``, ``P``, row numbers that were out of range, 0.
+    """
+
+    lookups: Tensor
+    bags: Tensor
+    row_keys: Tensor
+    row_starts: Tensor
+    flow_starts: Tensor
+    counts: Tensor
+
+
+def flow_plan(
+    layout: TTLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    flow: Flow = Flow.PREFIX,
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+) -> FlowPlan:
+    """Groups the lookups of a batch.
+
+    Args:
+        layout: the tables and features.
+        indices: int32 or int64 ``[N]``, row numbers, feature by feature.
+        offsets: int32 or int64 ``[num_features * batch_size + 1]``, first lookup of each bag, then ``N``.
+        flow: how lookups are grouped.
+        bounds_check_mode: what happens to a row number out of range.
+
+    Raises:
+        RuntimeError: for offsets that do not describe the indices, or a row number out of range under ``FATAL``.
+    """
+    count, device = indices.numel(), indices.device
+    batch_size = _check_offsets(layout, count, offsets)
+    bags = torch.arange(offsets.numel() - 1, device=device).repeat_interleave(offsets.diff(), output_size=count)
+    features = torch.div(bags, max(batch_size, 1), rounding_mode="floor")
+    tables = layout.features.to(device)[features, 0]
+    rows, invalid = _check_rows(layout, indices.long(), features, tables, bounds_check_mode)
+    keys = layout.keys(tables, rows)
+
+    if flow == Flow.DIRECT:
+        every = torch.arange(count + 1, dtype=torch.int32, device=device)
+        counts = torch.tensor([count, count, invalid, 0], device=device)
+        return FlowPlan(every[:-1].clone(), bags.int(), keys, every, every.clone(), counts)
+
+    sorted_keys, lookups = keys.sort(stable=True)
+    row_keys, sizes = torch.unique_consecutive(sorted_keys, return_counts=True)
+    groups = layout.prefix_keys(row_keys) if flow == Flow.PREFIX else row_keys
+    _, flow_sizes = torch.unique_consecutive(groups, return_counts=True)
+    counts = torch.tensor([row_keys.numel(), flow_sizes.numel(), invalid, 0], device=device)
+    padded_keys = keys.new_zeros(count)
+    padded_keys[: row_keys.numel()] = row_keys
+    return FlowPlan(lookups.int(), bags.int(), padded_keys, _starts(sizes, count), _starts(flow_sizes, count), counts)
+
+
+def pooled_forward(
+    weights: Tensor,
+    layout: TTLayout,
+    offsets: Tensor,
+    plan: FlowPlan,
+    per_sample_weights: Tensor | None = None,
+    pooling_mode: PoolingMode = PoolingMode.SUM,
+) -> Tensor:
+    """Pooled rows ``[batch_size, total_dim]``; differentiable in ``weights`` and ``per_sample_weights``.
+
+    Args:
+        weights: the cores of all tables, ``[num_parameters]``.
+        layout: the tables and features.
+        offsets: as for `flow_plan`.
+        plan: the batch, grouped.
+        per_sample_weights: factor of each lookup, ``[N]``.
+        pooling_mode: how the rows of a bag become one.
+    """
+    distinct, flows = plan.counts[:2].tolist()
+    row_starts, flow_starts = plan.row_starts[: distinct + 1].long(), plan.flow_starts[: flows + 1].long()
+    row_of_lookup = torch.empty_like(plan.lookups, dtype=torch.int64)
+    row_of_lookup[plan.lookups.long()] = _expand(row_starts, plan.lookups.numel())
+    flow_of_row = _expand(flow_starts, distinct)
+    row_tables, row_digits = layout.split_keys(plan.row_keys[:distinct])
+    flow_tables, flow_digits = row_tables[flow_starts[:-1]], row_digits[flow_starts[:-1]]
+
+    factors = _lookup_factors(weights, offsets, plan, per_sample_weights, pooling_mode)
+    batch_size = (offsets.numel() - 1) // layout.num_features
+    ends = offsets[batch_size * torch.arange(layout.num_features + 1, device=offsets.device)].tolist()
+    table_rows: dict[int, tuple[Tensor, Tensor]] = {}  # rows of a table, and where each distinct row is among them
+    outputs = []
+    cores = layout.core_views(weights)
+    for feature, table in enumerate(layout.feature_tables):
+        if table not in table_rows:
+            of_table, own_flows = row_tables == table, flow_tables == table
+            prefixes = _prefix_products(cores[table], flow_digits[own_flows])
+            shared = prefixes[(own_flows.cumsum(0) - 1)[flow_of_row[of_table]]]
+            rows = _rows(cores[table], shared, row_digits[of_table])
+            table_rows[table] = rows, of_table.cumsum(0) - 1
+        rows, place = table_rows[table]
+        of_feature = slice(ends[feature], ends[feature + 1])
+        contributions = rows[place[row_of_lookup[of_feature]]] * factors[of_feature, None]
+        pooled = weights.new_zeros(batch_size, rows.shape[1])
+        outputs.append(pooled.index_add(0, plan.bags[of_feature].long() - feature * batch_size, contributions))
+    return torch.cat(outputs, dim=1)
+
+
+def pooled_backward(
+    grad_output: Tensor,
+    weights: Tensor,
+    layout: TTLayout,
+    offsets: Tensor,
+    plan: FlowPlan,
+    per_sample_weights: Tensor | None = None,
+    pooling_mode: PoolingMode = PoolingMode.SUM,
+    per_sample_weights_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `pooled_forward`, by autograd.
+
+    Returns:
+        The gradients of ``weights``, ``[num_parameters]``, and of ``per_sample_weights``, ``[N]``, or ``[0]`` where not
+        asked for.
+    """
+    with torch.enable_grad():
+        weights = weights.detach().requires_grad_()
+        inputs = [weights]
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.detach().requires_grad_(per_sample_weights_grad)
+        if per_sample_weights is not None and per_sample_weights_grad:
+            inputs.append(per_sample_weights)
+        output = pooled_forward(weights, layout, offsets, plan, per_sample_weights, pooling_mode)
+        grads = torch.autograd.grad(output, inputs, grad_output)
+    return grads[0], grads[1] if len(grads) > 1 else weights.new_empty(0)
+
+
+@torch.no_grad()
+def pooled_backward_update(
+    grad_output: Tensor,
+    weights: Tensor,
+    momentum1: Tensor | None,
+    layout: TTLayout,
+    offsets: Tensor,
+    plan: FlowPlan,
+    optimizer: OptimizerSpec,
+    per_sample_weights: Tensor | None = None,
+    pooling_mode: PoolingMode = PoolingMode.SUM,
+    per_sample_weights_grad: bool = False,
+) -> Tensor:
+    """`pooled_backward`, then one step of a fused optimizer on ``weights`` and ``momentum1`` in place.
+
+    Args:
+        momentum1: the optimizer's state as `flowtt_torchrec.optimizers.init_state` makes it, none for SGD.
+        optimizer: see `flowtt_torchrec.optimizers` for the formulas.
+
+    Returns:
+        The gradient of ``per_sample_weights``, taken before the step, or ``[0]`` where not asked for.
+    """
+    flat_grad, grad_per_sample_weights = pooled_backward(
+        grad_output, weights, layout, offsets, plan, per_sample_weights, pooling_mode, per_sample_weights_grad
+    )
+    row_tables, row_digits = layout.split_keys(plan.row_keys[: int(plan.counts[0])])
+    cores, grads = layout.core_views(weights), layout.core_views(flat_grad)
+    elements = layout.core_views(momentum1) if momentum1 is not None and optimizer.kind == ADAGRAD else None
+    slices = layout.slice_views(momentum1) if momentum1 is not None and optimizer.kind == ROWWISE_ADAGRAD else None
+    for table, spec in enumerate(layout.specs):
+        for k in range(spec.num_cores):
+            touched = row_digits[row_tables == table, k].unique()
+            core = cores[table][k]
+            grad = grads[table][k][touched] + optimizer.weight_decay * core[touched]
+            step = grad
+            if elements is not None:
+                elements[table][k][touched] += grad.square()
+                step = grad / (elements[table][k][touched].sqrt() + optimizer.eps)
+            elif slices is not None:
+                slices[table][k][touched] += grad.square().mean(dim=(1, 2, 3))
+                step = grad / (slices[table][k][touched].sqrt() + optimizer.eps)[:, None, None, None]
+            core[touched] -= optimizer.learning_rate * step
+    return grad_per_sample_weights
+
+
+def _check_offsets(layout: TTLayout, count: int, offsets: Tensor) -> int:
+    """Returns the batch size."""
+    bags, features = offsets.numel() - 1, layout.num_features
+    if bags < 0 or bags % features:
+        raise RuntimeError(
+            f"offsets has {offsets.numel()} entries; {features} features need {features} * batch_size + 1"
+        )
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != count:
+        raise RuntimeError(
+            f"offsets must start at 0 and end at the number of indices, {count}, but go from {first} to {last}"
+        )
+    falls = (offsets.diff() < 0).nonzero()
+    if falls.numel():
+        at = int(falls[0])
+        raise RuntimeError(
+            f"offsets must not decrease, but offsets[{at}] = {int(offsets[at])} and "
+            f"offsets[{at + 1}] = {int(offsets[at + 1])}"
+        )
+    return bags // features
+
+
+def _check_rows(
+    layout: TTLayout, rows: Tensor, features: Tensor, tables: Tensor, mode: BoundsCheckMode
+) -> tuple[Tensor, int]:
+    """Returns the row numbers, those out of range replaced by 0, and how many were."""
+    limits = layout.tables.to(rows.device)[tables, NUM_EMBEDDINGS]
+    out_of_range = (rows < 0) | (rows >= limits)
+    invalid = int(out_of_range.sum())
+    if invalid and mode != BoundsCheckMode.IGNORE:
+        at = int(out_of_range.nonzero()[0])
+        message = (
+            f"index {int(rows[at])} at position {at} (feature {int(features[at])}, table "
+            f"{layout.names[int(tables[at])]!r}) is out of range; allowed: 0 to {int(limits[at]) - 1}"
+        )
+        if mode == BoundsCheckMode.FATAL:
+            raise RuntimeError(message)
+        warnings.warn(f"{message}. {invalid} such indices in this call are looked up as row 0", stacklevel=2)
+    return rows.masked_fill(out_of_range, 0), invalid
+
+
+def _starts(sizes: Tensor, count: int) -> Tensor:
+    """Where each group starts, then the end, padded to ``[count + 1]``."""
+    starts = torch.zeros(count + 1, dtype=torch.int32, device=sizes.device)
+    starts[1 : sizes.numel() + 1] = sizes.cumsum(0)
+    return starts
+
+
+def _expand(starts: Tensor, count: int) -> Tensor:
+    """The group of each of ``count`` members, from where groups start."""
+    groups = torch.arange(starts.numel() - 1, device=starts.device)
+    return groups.repeat_interleave(starts.diff(), output_size=count)
+
+
+def _lookup_factors(
+    weights: Tensor, offsets: Tensor, plan: FlowPlan, per_sample_weights: Tensor | None, pooling_mode: PoolingMode
+) -> Tensor:
+    """What each lookup's row is multiplied by before the rows of a bag are summed, ``[N]``."""
+    if per_sample_weights is None:
+        factors = torch.ones(plan.bags.numel(), dtype=weights.dtype, device=weights.device)
+    else:
+        factors = per_sample_weights
+    if pooling_mode == PoolingMode.MEAN:
+        factors = factors / offsets.diff()[plan.bags.long()]
+    return factors
+
+
+def _prefix_products(cores: list[Tensor], digits: Tensor) -> Tensor:
+    """``G_1[i_1] ... G_{d-1}[i_{d-1}]`` for digits ``[n, MAX_CORES]``, as ``[n, q_1 ... q_{d-1}, r_{d-1}]``."""
+    product = cores[0][digits[:, 0]].flatten(1, 2)
+    for k, core in enumerate(cores[1:-1], start=1):
+        product = torch.einsum("nar,nrqs->naqs", product, core[digits[:, k]]).flatten(1, 2)
+    return product
+
+
+def _rows(cores: list[Tensor], prefixes: Tensor, digits: Tensor) -> Tensor:
+    """Rows ``[n, embedding_dim]`` from the prefix product of each, and its last digit."""
+    last = cores[-1].squeeze(3)[digits[:, len(cores) - 1]]
+    return torch.einsum("nar,nrq->naq", prefixes, last).flatten(1)
