@@ -52,7 +52,8 @@ def test_suggested_shapes_are_valid_and_tight(rows: int, dim: int, rank: int, co
     assert rows <= math.prod(spec.p)
     root = rows ** (1 / cores)
     assert all(root / 2 <= p <= root + 1 for p in spec.p) or rows < 2**cores
-    assert math.prod(spec.q) == dim and list(spec.q) == sorted(spec.q)
+    assert math.prod(spec.q) == dim
+    assert list(spec.q) == sorted(spec.q)
     assert max(spec.ranks) <= rank
     assert TTSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert hash(TTSpec.from_dict(spec.to_dict())) == hash(spec)
@@ -115,7 +116,8 @@ def test_compress_to_fit_takes_the_largest_first() -> None:
     assert compress_to_fit(tables, "20GB") == {}
     assert list(compress_to_fit(tables, "2GB")) == ["big"]
     few = compress_to_fit(tables, "100MB", rank=16)
-    assert list(few) == ["big", "mid"] and few["big"].ranks == (16, 16)
+    assert list(few) == ["big", "mid"]
+    assert few["big"].ranks == (16, 16)
     with pytest.raises(ValueError, match="lower the rank or raise the budget"):
         compress_to_fit(tables, "1MB")
 
