@@ -118,9 +118,11 @@ class ClickDataset(ABC):
         return None
 
 
-def check_split(split: str) -> None:
+def check_split(split: Split) -> Split:
+    """``split``, or a `DataError` if there is none of that name."""
     if split not in SPLITS:
         raise DataError(f"split {split!r} is unknown; there are {', '.join(map(repr, SPLITS))}")
+    return split
 
 
 def make_batch(

@@ -1,0 +1,37 @@
+"""What all Criteo-like data shares: the columns, their names, and how an integer becomes a dense feature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtt_torchrec.datasets.base import DataError
+
+NUM_DENSE = 13
+NUM_CATEGORIES = 26
+NUM_FIELDS = 1 + NUM_DENSE + NUM_CATEGORIES
+
+# The names that torchrec_dlrm/dlrm_main.py gives them.
+FEATURE_NAMES = [f"cat_{i}" for i in range(NUM_CATEGORIES)]
+TABLE_NAMES = [f"t_cat_{i}" for i in range(NUM_CATEGORIES)]
+
+
+def dense_transform(integers: NDArray[np.integer]) -> NDArray[np.float32]:
+    """``log(1 + max(x, 0))``, as facebookresearch/dlrm does.
+
+    TorchRec's own preprocessing takes ``log(x - min + 2)`` with the minimum of the whole file, which a stream lacks.
+    """
+    return np.log1p(np.maximum(integers, 0).astype(np.float32))
+
+
+def table_sizes(num_embeddings: int | Sequence[int]) -> list[int]:
+    """Rows of the 26 tables from one number for all, or 26 numbers."""
+    sizes = [num_embeddings] * NUM_CATEGORIES if isinstance(num_embeddings, int) else list(num_embeddings)
+    if len(sizes) != NUM_CATEGORIES:
+        raise DataError(f"num_embeddings has {len(sizes)} numbers; Criteo data has {NUM_CATEGORIES} categories")
+    for table, size in zip(TABLE_NAMES, sizes):
+        if size < 1:
+            raise DataError(f"table {table} has {size} rows, it must have at least 1")
+    return sizes
