@@ -1,0 +1,169 @@
+"""Raw Criteo click logs (Kaggle or 1TB layout) as a stream: text in, batches out, never the whole data in memory.
+
+Each rank reads all lines and parses those that are its own (see `flowtt_torchrec.datasets.base` for which they are).
+Category ``x`` becomes id ``x % num_embeddings``, as in TorchRec's loader; a missing one becomes id 0, a missing integer
+becomes 0, and dense features are ``log(1 + max(x, 0))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.datasets.utils import Batch
+
+from flowtt_torchrec.datasets import counter_random
+from flowtt_torchrec.datasets.base import ClickDataset, DataError, Sharding, Split, check_split, make_batch
+from flowtt_torchrec.datasets.criteo_format import (
+    FEATURE_NAMES,
+    NUM_CATEGORIES,
+    NUM_DENSE,
+    TABLE_NAMES,
+    dense_transform,
+    table_sizes,
+)
+from flowtt_torchrec.datasets.criteo_parser import parse_lines
+from flowtt_torchrec.datasets.text_files import find_files, read_lines
+
+
+class _Block(NamedTuple):
+    """Lines, and where each is from: files[file[i]], line number[i]."""
+
+    lines: list[bytes]
+    file: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+    def select(self, rows: slice | NDArray[np.intp]) -> _Block:
+        lines = self.lines[rows] if isinstance(rows, slice) else [self.lines[row] for row in rows]
+        return _Block(lines, self.file[rows], self.number[rows])
+
+
+class CriteoTSV(ClickDataset):
+    """Batches from raw Criteo files.
+
+    Args:
+        path: a file, plain or gzip, or a folder (`find_files` says what is read in it).
+        num_embeddings: rows of the tables, one number for all or 26 numbers.
+        sharding: batch size, rank and number of ranks.
+        val_path: file or folder of held-out rows. Without it, every ``val_every``-th row of ``path`` is held out: rows
+            ``val_every - 1``, ``2 * val_every - 1``, ... of all files together, from 0.
+        val_every: at least 2.
+        shuffle_rows: training rows are shuffled within consecutive blocks of this many (about 250 bytes each in
+            memory), anew in each epoch; 0 keeps the order of the files.
+        seed: of the shuffle.
+        drop_last: leave out the last, smaller training batch.
+
+    Raises:
+        DataError: a path does not exist or holds no data, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        num_embeddings: int | Sequence[int],
+        sharding: Sharding,
+        *,
+        val_path: str | Path | None = None,
+        val_every: int = 10,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if val_every < 2:
+            raise DataError(f"val_every is {val_every}, it must be at least 2")
+        if shuffle_rows < 0:
+            raise DataError(f"shuffle_rows is {shuffle_rows}, it must be at least 0")
+        self.sharding = sharding
+        self.feature_names = list(FEATURE_NAMES)
+        self.table_names = list(TABLE_NAMES)
+        self.num_embeddings = table_sizes(num_embeddings)
+        self.pooling_factors = [1.0] * NUM_CATEGORIES
+        self.num_dense = NUM_DENSE
+        self.notes = [] if val_path else [f"one row in {val_every} of {path} is held out for evaluation"]
+        self._train_files = find_files(path)
+        self._val_files = find_files(val_path) if val_path else None
+        self._val_every = val_every
+        self._shuffle_rows = shuffle_rows
+        self._seed = seed
+        self._drop_last = drop_last
+        self._hash_sizes = np.array(self.num_embeddings, dtype=np.uint64)
+
+    def batches(self, split: Split, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        blocks = self._rows(check_split(split))
+        if split == "train" and self._shuffle_rows:
+            blocks = self._shuffled(blocks, epoch)
+        drop_last = self._drop_last and split == "train"
+        rows = 0
+        for step, window in enumerate(_regroup(blocks, self.sharding.window)):
+            rows += len(window.lines)
+            mine = self.sharding.rank_rows(len(window.lines))
+            full = len(window.lines) == self.sharding.window
+            if step >= start and mine.stop > mine.start and (full or not drop_last):
+                yield self._batch(window.select(mine), self._files(split))
+        if rows < self.sharding.world_size:
+            raise DataError(
+                f"{self._files(split)[0]}: {rows} rows for split {split!r} in {len(self._files(split))} file(s), "
+                f"there must be at least one a rank, {self.sharding.world_size}"
+            )
+
+    def num_batches(self, split: Split) -> None:
+        """Always None: only reading all files would tell."""
+
+    def _files(self, split: Split) -> list[Path]:
+        return self._val_files if split == "val" and self._val_files else self._train_files
+
+    def _rows(self, split: Split) -> Iterator[_Block]:
+        """All lines of a split, in the order of the files."""
+        row = 0
+        for file, path in enumerate(self._files(split)):
+            number = 1
+            for lines in read_lines(path):
+                block = _Block(lines, np.full(len(lines), file), np.arange(number, number + len(lines)))
+                if self._val_files is None:
+                    held_out = (np.arange(row, row + len(lines)) + 1) % self._val_every == 0
+                    block = block.select(np.flatnonzero(held_out == (split == "val")))
+                row += len(lines)
+                number += len(lines)
+                yield block
+
+    def _shuffled(self, blocks: Iterable[_Block], epoch: int) -> Iterator[_Block]:
+        for number, block in enumerate(_regroup(blocks, self._shuffle_rows)):
+            stream = counter_random.key(self._seed, "shuffle", epoch, number)
+            yield block.select(np.argsort(counter_random.hash64(np.arange(len(block.lines)), stream), kind="stable"))
+
+    def _batch(self, block: _Block, files: list[Path]) -> Batch:
+        parsed = parse_lines(block.lines, lambda i: f"{files[block.file[i]]}:{block.number[i]}")
+        ids = (parsed.categories % self._hash_sizes).astype(np.int64)
+        return make_batch(
+            torch.from_numpy(dense_transform(parsed.integers)),
+            self.feature_names,
+            torch.from_numpy(ids.T.ravel()),
+            torch.from_numpy(parsed.labels),
+        )
+
+
+def _regroup(blocks: Iterable[_Block], size: int) -> Iterator[_Block]:
+    """The same rows in blocks of ``size``; the last may be smaller."""
+    pending: list[_Block] = []
+    count = 0
+    for block in blocks:
+        pending.append(block)
+        count += len(block.lines)
+        if count < size:
+            continue
+        joined = _join(pending)
+        whole = count - count % size
+        for first in range(0, whole, size):
+            yield joined.select(slice(first, first + size))
+        pending, count = [joined.select(slice(whole, None))], count - whole
+    if count:
+        yield _join(pending)
+
+
+def _join(blocks: list[_Block]) -> _Block:
+    lines = [line for block in blocks for line in block.lines]
+    return _Block(lines, np.concatenate([b.file for b in blocks]), np.concatenate([b.number for b in blocks]))
