@@ -80,7 +80,7 @@ class _FlatCores(nn.Module):
         error_msgs: list[str],
     ) -> None:
         assign = local_metadata.get("assign_to_params_buffers", False)
-        known = set()
+        known: set[str] = set()
         for name, pieces in self._pieces(self.weights.detach()).items():
             known.update(prefix + key for key in pieces)
             found = {key: state_dict[prefix + key].detach() for key in pieces if prefix + key in state_dict}

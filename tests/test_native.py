@@ -1,0 +1,129 @@
+"""The compiled library: loading, torch's own checks of its ops, and equality with the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tt_samples import (
+    BACKENDS,
+    assert_near,
+    layout_of,
+    mixed_layout,
+    random_batch,
+    random_weights,
+)
+
+from flowtt_torchrec import native, ops
+from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_native_equals_reference_for_any_batch(data):
+    layout = mixed_layout()
+    batch_size = data.draw(st.integers(0, 20))
+    indices, offsets = random_batch(layout, batch_size, data.draw(st.integers(0, 12)), data.draw(st.integers(0, 99)))
+    pooling = data.draw(st.sampled_from(["sum", "mean"]))
+    optimizer = OptimizerSpec(data.draw(st.sampled_from(KINDS)), 0.1, weight_decay=data.draw(st.sampled_from([0, 0.1])))
+    flow = data.draw(st.sampled_from(["prefix", "unique", "direct"]))
+    grad_output = torch.randn(batch_size, layout.total_dim, dtype=torch.float64)
+    results = []
+    for backend in BACKENDS:
+        weights = random_weights(layout).requires_grad_()
+        state = init_state(layout, optimizer.kind, dtype=torch.float64)
+        with ops.use_backend(backend):
+            output = ops.fused_lookup(
+                weights, layout, indices, offsets, optimizer=optimizer, state=state, pooling=pooling, flow=flow
+            )
+        output.backward(grad_output)
+        results.append([output.detach(), weights.detach(), *state.values()])
+    for expected, actual in zip(*results):
+        assert_near(actual, expected, 1e-9)
+
+
+def opcheck_arguments():
+    """Arguments of every op, none of whose outputs has unspecified entries (all rows and prefixes differ)."""
+    layout = layout_of("two_cores", "three_cores")
+    indices, offsets = torch.tensor([0, 7, 13, 0, 6, 99]), torch.tensor([0, 2, 3, 6, 6])
+    plan = ops.flow_plan(layout, indices, offsets)
+    assert plan.counts.tolist() == [6, 6, 0, 0]
+    weights, factors = random_weights(layout, torch.float32), torch.rand(6)
+    grad_output = torch.randn(2, 18)
+    described = layout.tables, layout.features, offsets, *plan
+    forward = [
+        (weights.clone().requires_grad_(w), *described, f, 18, mode)
+        for w, f, mode in (
+            (False, None, 0),
+            (True, None, 1),
+            (True, factors.clone().requires_grad_(), 0),
+            (False, factors.clone().requires_grad_(), 1),
+        )
+    ]
+    backward = [(grad_output, weights, *described, f, 1, f is not None) for f in (None, factors)]
+    update = [
+        (grad_output, weights.clone(), m, *described, f, 0, f is not None, number, 0.1, 1e-8, 0.01)
+        for number, m, f in (
+            (0, None, None),
+            (1, torch.zeros(layout.num_parameters), factors),
+            (2, torch.zeros(layout.num_slices), None),
+        )
+    ]
+    planning = [
+        (layout.tables, layout.table_names, layout.features, indices, offsets, flow, mode)
+        for flow, mode in ((0, 0), (1, 2), (2, 0))
+    ]
+    return {
+        "flow_plan": planning,
+        "pooled_forward": forward,
+        "pooled_backward": backward,
+        "pooled_backward_update": update,
+    }
+
+
+@pytest.mark.parametrize("op", ["flow_plan", "pooled_forward", "pooled_backward", "pooled_backward_update"])
+def test_opcheck(op):
+    with ops.use_backend("native"):
+        for arguments in opcheck_arguments()[op]:
+            torch.library.opcheck(getattr(torch.ops.flowtt, op).default, arguments)
+
+
+def test_compiles_without_graph_breaks():
+    layout = layout_of("two_cores", "three_cores")
+    weights = random_weights(layout, torch.float32).requires_grad_()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def compiled(weights, indices, offsets):
+        return ops.lookup(weights, layout, indices, offsets, pooling="mean").square()
+
+    with ops.use_backend("native"):
+        for batch_size in (4, 9):
+            indices, offsets = random_batch(layout, batch_size, seed=batch_size)
+            expected = ops.lookup(weights, layout, indices, offsets, pooling="mean").square()
+            actual = compiled(weights, indices, offsets)
+            assert_near(actual.detach(), expected.detach())
+            for a, e in zip(*(torch.autograd.grad(output.sum(), weights) for output in (actual, expected))):
+                assert_near(a, e)
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_do(monkeypatch):
+    layout = layout_of("two_cores")
+    monkeypatch.setattr(native, "load_error", "there is no compiled library (_C*.so) in /somewhere")
+    with ops.use_backend("native"), pytest.raises(RuntimeError) as error:
+        ops.flow_plan(layout, torch.tensor([1]), torch.tensor([0, 1]))
+    for part in ("/somewhere", "make setup", "pip install --no-build-isolation -e .", "FLOWTT_BACKEND=reference"):
+        assert part in str(error.value)
+    with ops.use_backend("reference"):
+        assert ops.flow_plan(layout, torch.tensor([1]), torch.tensor([0, 1])).counts[0] == 1
+
+
+def test_library_that_does_not_load(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    assert native._load()[1] == f"there is no compiled library (_C*.so) in {tmp_path}"
+    (tmp_path / "_C.so").write_bytes(b"not a library")
+    path, error = native._load()
+    assert path == tmp_path / "_C.so"
+    assert "does not load" in error
+    (tmp_path / "_C.abi3.so").write_bytes(b"")
+    assert "several compiled libraries" in native._load()[1]

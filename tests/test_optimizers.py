@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tt_samples import (
+    BACKENDS,
+    SPECS,
+    assert_near,
+    both_backends,
+    brute_force,
+    layout_of,
+    mixed_layout,
+    random_batch,
+    random_weights,
+)
+
+from flowtt_torchrec import ops
+from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state, split_state, state_names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("adam",), "unknown fused optimizer 'adam'; known: sgd, adagrad, rowwise_adagrad"),
+        (("sgd", -0.1), "sgd needs learning_rate of at least 0, not -0.1"),
+        (("adagrad", 0.1, float("nan")), "adagrad needs eps of at least 0, not nan"),
+        (("sgd", 0.1, 0.0, -1.0), "weight_decay"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerSpec(*arguments)
+
+
+def test_state():
+    layout = layout_of("two_cores", "three_cores")
+    assert [state_names(kind) for kind in KINDS] == [(), ("momentum1",), ("momentum1",)]
+    assert init_state(layout, "sgd") == {}
+    assert init_state(layout, "adagrad", dtype=torch.float64)["momentum1"].dtype == torch.float64
+    assert init_state(layout, "adagrad", device="meta")["momentum1"].is_meta
+    state = {"momentum1": torch.arange(25.0)}
+    split = split_state(layout, "rowwise_adagrad", state)
+    assert split["two_cores"][1]["momentum1"].tolist() == [4, 5, 6, 7, 8, 9]
+    assert split["three_cores"][0]["momentum1"].tolist() == [10, 11, 12, 13, 14]
+    split = split_state(layout, "adagrad", init_state(layout, "adagrad"))
+    assert [tuple(core["momentum1"].shape) for core in split["three_cores"]] == SPECS["three_cores"].core_shapes
+    assert split_state(layout, "sgd", {}) == {"two_cores": [{}, {}], "three_cores": [{}, {}, {}]}
+
+
+@both_backends
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_a_fused_step_is_torch_optims(backend, kind):
+    """Every slice is looked up, so that the weight decay of torch.optim falls on the same elements."""
+    layout = layout_of("three_cores", "four_cores")
+    indices = torch.cat([torch.arange(100), torch.arange(60).repeat(2)[:100]])
+    offsets = torch.arange(0, 201, 2)
+    weights, expected = (random_weights(layout).requires_grad_() for _ in range(2))
+    optimizer = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2)
+    state = init_state(layout, kind, dtype=torch.float64)
+    reference = (
+        torch.optim.SGD([expected], lr=0.1, weight_decay=0.2)
+        if kind == "sgd"
+        else torch.optim.Adagrad([expected], lr=0.1, eps=1e-3, weight_decay=0.2)
+    )
+    with ops.use_backend(backend):
+        for _ in range(3):
+            output = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state)
+            output.square().sum().backward()
+            reference.zero_grad()
+            ops.lookup(expected, layout, indices, offsets).square().sum().backward()
+            reference.step()
+    assert_near(weights, expected, 1e-9)
+
+
+@both_backends
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_fused_step_is_the_gradient_then_the_formula(backend, kind, weighted):
+    """Against brute force: three steps, with weight decay on the slices in use."""
+    layout = mixed_layout()
+    optimizer = OptimizerSpec(kind, learning_rate=0.05, eps=1e-3, weight_decay=0.1)
+    state = init_state(layout, kind)
+    weights = random_weights(layout, torch.float32).requires_grad_()
+    expected = random_weights(layout).requires_grad_()
+    momentum = init_state(layout, kind, dtype=torch.float64)
+    for step in range(3):
+        indices, offsets = random_batch(layout, batch_size=5, seed=step)
+        factors = torch.rand(indices.numel()).requires_grad_() if weighted else None
+        grad_output = torch.randn(5, layout.total_dim)
+        with ops.use_backend(backend):
+            output = ops.fused_lookup(
+                weights, layout, indices, offsets,
+                optimizer=optimizer, state=state, per_sample_weights=factors, pooling="mean",
+            )  # fmt: skip
+            output.backward(grad_output)
+        assert weights.grad is None
+
+        double_factors = factors.detach().double().requires_grad_() if weighted else None
+        brute = brute_force(layout, expected, indices, offsets, double_factors, "mean")
+        assert_near(output, brute, 1e-4)
+        inputs = [expected, double_factors] if weighted else [expected]
+        grads = torch.autograd.grad(brute, inputs, grad_output.double())
+        if weighted:
+            assert_near(factors.grad, grads[1], 1e-4)
+        step_by_hand(layout, optimizer, expected, grads[0], momentum, indices, offsets)
+        assert_near(weights, expected, 1e-4)
+        for name in momentum:
+            assert_near(state[name], momentum[name], 1e-4)
+
+
+def step_by_hand(layout, optimizer, weights, grad, momentum, indices, offsets):
+    """The formulas of flowtt_torchrec.optimizers, slice by slice."""
+    batch_size = (offsets.numel() - 1) // layout.num_features
+    used = set()
+    for feature, table in enumerate(layout.feature_tables):
+        own = indices[int(offsets[feature * batch_size]) : int(offsets[(feature + 1) * batch_size])]
+        for row in own.tolist():
+            for k in reversed(range(layout.specs[table].num_cores)):
+                row, digit = divmod(row, layout.specs[table].p[k])
+                used.add((table, k, digit))
+    cores, grads = layout.core_views(weights.detach()), layout.core_views(grad)
+    for table, k, digit in used:
+        w = cores[table][k][digit]
+        g = grads[table][k][digit] + optimizer.weight_decay * w
+        if optimizer.kind == "adagrad":
+            m = layout.core_views(momentum["momentum1"])[table][k][digit]
+            m += g**2
+        elif optimizer.kind == "rowwise_adagrad":
+            m = layout.slice_views(momentum["momentum1"])[table][k][digit]
+            m += (g**2).mean()
+        w -= optimizer.learning_rate * (g if optimizer.kind == "sgd" else g / (m.sqrt() + optimizer.eps))
+
+
+@both_backends
+def test_fused_lookup_leaves_untouched_slices_alone(backend):
+    layout = layout_of("three_cores", "two_cores")
+    indices, offsets = torch.tensor([0, 0, 1]), torch.tensor([0, 3, 3])
+    before = random_weights(layout, torch.float32)
+    weights = before.clone().requires_grad_()
+    optimizer = OptimizerSpec("rowwise_adagrad", 0.1, weight_decay=0.5)
+    state = init_state(layout, "rowwise_adagrad")
+    with ops.use_backend(backend):
+        ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state).sum().backward()
+    changed = [
+        [(core != old).flatten(1).any(1).nonzero().flatten().tolist() for core, old in zip(*pair)]
+        for pair in zip(layout.core_views(weights.detach()), layout.core_views(before))
+    ]
+    assert changed == [[[0], [0], [0, 1]], [[], []]]
+    used = [[m.nonzero().flatten().tolist() for m in of] for of in layout.slice_views(state["momentum1"])]
+    assert used == changed
+
+
+@both_backends
+def test_fused_lookup_refuses_a_gradient_at_changed_weights(backend):
+    layout = layout_of("three_cores")
+    indices, offsets = random_batch(layout, batch_size=2)
+    weights = random_weights(layout).requires_grad_()
+    with ops.use_backend(backend):
+        first, second = (
+            ops.fused_lookup(weights, layout, indices, offsets, optimizer=OptimizerSpec("sgd"), state={})
+            for _ in range(2)
+        )
+        first.sum().backward()
+        with pytest.raises(RuntimeError, match="weights have changed since this forward pass"):
+            second.sum().backward()
+
+
+@both_backends
+def test_fused_lookup_does_not_step_frozen_weights(backend):
+    layout = layout_of("three_cores")
+    indices, offsets = random_batch(layout, batch_size=2)
+    weights = random_weights(layout)
+    before = weights.clone()
+    factors = torch.rand(indices.numel(), dtype=torch.float64, requires_grad=True)
+    with ops.use_backend(backend):
+        output = ops.fused_lookup(
+            weights, layout, indices, offsets,
+            optimizer=OptimizerSpec("sgd"), state={}, per_sample_weights=factors,
+        )  # fmt: skip
+        output.sum().backward()
+    assert factors.grad is not None
+    assert torch.equal(weights, before)
+
+
+@both_backends
+def test_backward_runs_on_the_backend_of_forward(backend, monkeypatch):
+    layout = layout_of("three_cores")
+    indices, offsets = random_batch(layout, batch_size=2)
+    weights = random_weights(layout).requires_grad_()
+    with ops.use_backend(backend):
+        output = ops.fused_lookup(weights, layout, indices, offsets, optimizer=OptimizerSpec("sgd"), state={})
+    for name in BACKENDS:
+        if name != backend:
+            monkeypatch.setattr(ops.BACKENDS[name], "pooled_backward_update", None)
+    output.sum().backward()

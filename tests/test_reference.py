@@ -1,0 +1,103 @@
+"""The plain PyTorch definition itself, against brute force; test_ops.py holds every backend to the same cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tt_samples import assert_near, brute_force, layout_of, mixed_layout, offsets_of, random_batch, random_weights
+
+from flowtt_torchrec import reference
+from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.reference import Flow, PoolingMode
+from flowtt_torchrec.spec import TTSpec
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TTLayout:
+    specs = []
+    for _ in range(draw(st.integers(1, 3))):
+        d = draw(st.integers(2, 4))
+        p = tuple(draw(st.lists(st.integers(1, 6), min_size=d, max_size=d)))
+        q = tuple(draw(st.lists(st.integers(1, 4), min_size=d, max_size=d)))
+        addressable, dim = int(torch.tensor(p).prod()), int(torch.tensor(q).prod())
+        rank = draw(st.integers(1, 6))
+        ranks, bound = [], 1
+        for k in range(d - 1):
+            bound = min(bound * p[k] * q[k], rank)
+            ranks.append(bound)
+        bound = 1
+        for k in range(d - 1, 0, -1):
+            bound = min(bound * p[k] * q[k], ranks[k - 1])
+            ranks[k - 1] = bound
+        specs.append(TTSpec(draw(st.integers(1, addressable)), dim, p, q, tuple(ranks)))
+    features = draw(st.lists(st.integers(0, len(specs) - 1), min_size=1, max_size=4))
+    return TTLayout(specs, [f"t{t}" for t in range(len(specs))], features)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups(), st.integers(0, 5), st.sampled_from(list(Flow)), st.sampled_from(list(PoolingMode)), st.booleans())
+def test_forward_and_gradients_for_any_shapes(layout, batch_size, flow, pooling_mode, weighted):
+    weights = random_weights(layout)
+    indices, offsets = random_batch(layout, batch_size)
+    factors = torch.rand(indices.numel(), dtype=torch.float64) if weighted else None
+    plan = reference.flow_plan(layout, indices, offsets, flow)
+    output = reference.pooled_forward(weights, layout, offsets, plan, factors, pooling_mode)
+
+    inputs = [weights.clone().requires_grad_()] + ([factors.clone().requires_grad_()] if weighted else [])
+    expected = brute_force(layout, inputs[0], indices, offsets, *inputs[1:], pooling=pooling_mode.name.lower())
+    assert_near(output, expected.detach())
+
+    grad_output = torch.randn(output.shape, dtype=torch.float64)
+    grads = reference.pooled_backward(
+        grad_output, weights, layout, offsets, plan, factors, pooling_mode, per_sample_weights_grad=weighted
+    )
+    expected_grads = torch.autograd.grad(expected, inputs, grad_output)
+    for grad, expected_grad in zip(grads, expected_grads):
+        assert_near(grad, expected_grad)
+    if not weighted:
+        assert grads[1].shape == (0,)
+
+
+@pytest.mark.parametrize("pooling_mode", list(PoolingMode))
+def test_gradcheck(pooling_mode):
+    layout = layout_of("two_cores", "three_cores", feature_tables=[1, 0])
+    indices, offsets = torch.tensor([7, 99, 7, 22, 0]), torch.tensor([0, 2, 3, 5, 5])
+    plan = reference.flow_plan(layout, indices, offsets)
+    weights = random_weights(layout).requires_grad_()
+    factors = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda w, f: reference.pooled_forward(w, layout, offsets, plan, f, pooling_mode), (weights, factors)
+    )
+
+
+def test_every_prefix_product_is_made_once(monkeypatch):
+    layout = layout_of("three_cores", feature_tables=[0, 0])
+    made = []
+    products = reference._prefix_products
+
+    def counted(cores, digits):
+        made.append(digits.shape[0])
+        return products(cores, digits)
+
+    monkeypatch.setattr(reference, "_prefix_products", counted)
+    indices = torch.tensor([0, 1, 5, 6, 0, 11, 99])  # prefixes 0, 0, 0, 1, 0, 1, 16
+    offsets = torch.tensor([0, 4, 7])
+    weights = random_weights(layout)
+    for flow, expected in ((Flow.PREFIX, 3), (Flow.UNIQUE, 6), (Flow.DIRECT, 7)):
+        made.clear()
+        plan = reference.flow_plan(layout, indices, offsets, flow)
+        reference.pooled_forward(weights, layout, offsets, plan)
+        assert made == [expected]
+
+
+def test_warning_names_the_first_bad_index_and_counts_them():
+    layout = mixed_layout()
+    lengths = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 0])  # features 1 to 3 look up tables 0, 1 and 2
+    indices = torch.tensor([342, 23, 100, -1])
+    with pytest.warns(UserWarning, match=r"index 23 at position 1 .*feature 1, table 'two_cores'.*0 to 22.* 3 such"):
+        plan = reference.flow_plan(
+            layout, indices, offsets_of(lengths), bounds_check_mode=reference.BoundsCheckMode.WARNING
+        )
+    assert plan.counts.tolist() == [4, 4, 3, 0]
