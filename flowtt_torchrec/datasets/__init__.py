@@ -15,6 +15,8 @@ from flowtt_torchrec.datasets.base import (
     Split,
 )
 from flowtt_torchrec.datasets.criteo import CriteoTSV
+from flowtt_torchrec.datasets.meta import MetaFiles
+from flowtt_torchrec.datasets.meta_synthetic import SyntheticMeta
 from flowtt_torchrec.datasets.synthetic import KAGGLE_NUM_EMBEDDINGS, SyntheticCriteo
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "ClickDataset",
     "CriteoTSV",
     "DataError",
+    "MetaFiles",
     "Sharding",
     "Split",
     "SyntheticCriteo",
+    "SyntheticMeta",
 ]

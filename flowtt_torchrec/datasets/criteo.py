@@ -27,7 +27,12 @@ from flowtt_torchrec.datasets.criteo_format import (
     table_sizes,
 )
 from flowtt_torchrec.datasets.criteo_parser import parse_lines
-from flowtt_torchrec.datasets.text_files import find_files, read_lines
+from flowtt_torchrec.datasets.files import find_files
+from flowtt_torchrec.datasets.text_files import read_lines
+
+# What is read in a folder: Kaggle's train.txt (its test.txt has no labels), or the days of 1TB, or all text files.
+_FOLDER_PATTERNS = (r"train\.(txt|tsv)(\.gz)?", r"day_\d+(\.(txt|tsv))?(\.gz)?", r"[^._].*\.(txt|tsv)(\.gz)?")
+_EXPECTED = "train.txt, or day_0, day_1, ..., or other .txt or .tsv files"
 
 
 class _Block(NamedTuple):
@@ -46,7 +51,8 @@ class CriteoTSV(ClickDataset):
     """Batches from raw Criteo files.
 
     Args:
-        path: a file, plain or gzip, or a folder (`find_files` says what is read in it).
+        path: a file, plain or gzip, or a folder. In a folder, ``train.txt`` (Kaggle) goes before ``day_0``, ``day_1`` and
+            so on (1TB), and these before all other ``.txt`` and ``.tsv`` files; files are read in natural order.
         num_embeddings: rows of the tables, one number for all or 26 numbers.
         sharding: batch size, rank and number of ranks.
         val_path: file or folder of held-out rows. Without it, every ``val_every``-th row of ``path`` is held out: rows
@@ -84,8 +90,8 @@ class CriteoTSV(ClickDataset):
         self.pooling_factors = [1.0] * NUM_CATEGORIES
         self.num_dense = NUM_DENSE
         self.notes = [] if val_path else [f"one row in {val_every} of {path} is held out for evaluation"]
-        self._train_files = find_files(path)
-        self._val_files = find_files(val_path) if val_path else None
+        self._train_files = find_files(path, _FOLDER_PATTERNS, _EXPECTED)
+        self._val_files = find_files(val_path, _FOLDER_PATTERNS, _EXPECTED) if val_path else None
         self._val_every = val_every
         self._shuffle_rows = shuffle_rows
         self._seed = seed

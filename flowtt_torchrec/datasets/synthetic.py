@@ -1,8 +1,7 @@
 """A generated Criteo-like stream: Kaggle's table sizes and skew, clicks from a planted model.
 
 Every row is a function of the seed and its number, so that any rank and any number of ranks can start anywhere and see
-the same data, and nothing is stored. Training rows are never repeated: epoch ``e`` is rows ``e * num_train_rows`` to
-``(e + 1) * num_train_rows`` of an endless stream. The held-out rows are always the same.
+the same data, and nothing is stored.
 
 Columns are independent of each other. Ids follow a Zipf-Mandelbrot law fitted to the real column (see
 ``data/criteo_kaggle_categories.csv``) and lie at random rows of the table; a missing category is row 0. Integers are
@@ -26,7 +25,6 @@ from flowtt_torchrec.datasets.base import (
     DataError,
     Sharding,
     Split,
-    check_split,
     make_batch,
 )
 from flowtt_torchrec.datasets.criteo_format import (
@@ -38,6 +36,7 @@ from flowtt_torchrec.datasets.criteo_format import (
 )
 from flowtt_torchrec.datasets.package_data import read_columns
 from flowtt_torchrec.datasets.planted import PlantedModel, score
+from flowtt_torchrec.datasets.row_numbers import FIRST_SPARE_ROW, RowNumbers
 from flowtt_torchrec.datasets.zipf import ZipfMandelbrot
 
 KAGGLE_NUM_EMBEDDINGS = [int(n) for n in read_columns("criteo_kaggle_categories.csv")["num_embeddings"]]
@@ -46,8 +45,6 @@ KAGGLE_NUM_EMBEDDINGS = [int(n) for n in read_columns("criteo_kaggle_categories.
 # Columns of very different sizes, so that interactions run between tables that are likely compressed and dense ones.
 _PAIRS = [(2, 3), (11, 13), (15, 20)]
 _MIN_ROWS = 4
-_FIRST_VAL_ROW = 1 << 40
-_FIRST_CALIBRATION_ROW = 1 << 41
 _CALIBRATION_ROWS = 16_384
 _CHUNK = 8192
 _Z99 = 2.3263478740408408  # the standard normal's 99 % quantile
@@ -68,6 +65,8 @@ class Rows(NamedTuple):
 
 class SyntheticCriteo(ClickDataset):
     """Generated rows of 13 dense features and 26 categories. See the module's text.
+
+    Training rows are never repeated: an epoch is the next ``num_train_rows`` rows of an endless stream.
 
     Args:
         sharding: batch size, rank and number of ranks.
@@ -91,9 +90,6 @@ class SyntheticCriteo(ClickDataset):
         max_rows: int | None = None,
         seed: int = 0,
     ) -> None:
-        for name, rows in (("num_train_rows", num_train_rows), ("num_val_rows", num_val_rows)):
-            if not sharding.world_size <= rows < _FIRST_VAL_ROW:
-                raise DataError(f"{name} is {rows}, it must be at least the number of ranks, {sharding.world_size}")
         if scale <= 0:
             raise DataError(f"scale is {scale}, it must be above 0")
         if max_rows is not None and max_rows < _MIN_ROWS:
@@ -106,11 +102,11 @@ class SyntheticCriteo(ClickDataset):
         self.pooling_factors = [1.0] * NUM_CATEGORIES
         self.num_dense = NUM_DENSE
         self.notes = []
-        self._rows = {"train": num_train_rows, "val": num_val_rows}
+        self._numbers = RowNumbers(sharding, num_train_rows, num_val_rows)
         self._best: dict[int, BestMetrics] = {}
         self._init_columns(seed)
 
-        dense, ids, ranks = self._features(np.arange(_CALIBRATION_ROWS, dtype=np.uint64) + _FIRST_CALIBRATION_ROW)
+        dense, ids, ranks = self._features(np.arange(_CALIBRATION_ROWS, dtype=np.uint64) + np.uint64(FIRST_SPARE_ROW))
         self._model = PlantedModel(seed, _PAIRS, dense, ids, ranks)
 
     def _init_columns(self, seed: int) -> None:
@@ -133,12 +129,7 @@ class SyntheticCriteo(ClickDataset):
         self._row_keys = np.array([counter_random.key(seed, "rows", name) for name in TABLE_NAMES], dtype=np.uint64)
 
     def batches(self, split: Split, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        total = self._rows[check_split(split)]
-        first = epoch * total if split == "train" else _FIRST_VAL_ROW
-        for step in range(start, self.sharding.num_batches(total)):
-            done = step * self.sharding.window
-            mine = self.sharding.rank_rows(total - done)
-            numbers = np.arange(first + done + mine.start, first + done + mine.stop, dtype=np.uint64)
+        for numbers in self._numbers.batches(split, epoch, start):
             rows = self.rows(numbers)
             yield make_batch(
                 torch.from_numpy(rows.dense),
@@ -148,25 +139,18 @@ class SyntheticCriteo(ClickDataset):
             )
 
     def num_batches(self, split: Split) -> int:
-        return self.sharding.num_batches(self._rows[check_split(split)])
+        return self._numbers.num_batches(split)
 
     def best_metrics(self, num_batches: int | None = None) -> BestMetrics:
-        """Scores of the true probabilities as predictions on the same rows and clicks that a model is evaluated on."""
-        total, ranks = self._rows["val"], self.sharding.world_size
-        if num_batches is not None:
-            total = min(total, num_batches * self.sharding.window)
-        # Rows that are not dealt to any rank do not count.
-        total -= total % self.sharding.window % ranks
-        if total not in self._best:
-            chunks = [
-                self.rows(np.arange(first, min(first + _CHUNK, total), dtype=np.uint64) + np.uint64(_FIRST_VAL_ROW))
-                for first in range(0, total, _CHUNK)
-            ]
-            probabilities, labels = (
-                np.concatenate([getattr(c, name) for c in chunks]) for name in ("probabilities", "labels")
+        """Scores of the true probabilities as predictions of the same clicks that a model is evaluated on."""
+        numbers = self._numbers.held_out(num_batches)
+        if numbers.size not in self._best:
+            chunks = [self.rows(numbers[first : first + _CHUNK]) for first in range(0, numbers.size, _CHUNK)]
+            self._best[numbers.size] = score(
+                np.concatenate([chunk.probabilities for chunk in chunks]),
+                np.concatenate([chunk.labels for chunk in chunks]),
             )
-            self._best[total] = score(probabilities, labels)
-        return self._best[total]
+        return self._best[numbers.size]
 
     def rows(self, numbers: NDArray[np.uint64]) -> Rows:
         """The rows with these numbers, uint64 [rows]."""
