@@ -36,15 +36,17 @@ class DataConfig:
 
     kind: Literal["criteo", "meta"] = "criteo"
     """Criteo click logs (raw TSV), or the synthetic sets of facebookresearch/dlrm_datasets."""
-    path: str | list[str] | None = None
-    """A file, a folder or a list of them."""
+    path: str | None = None
+    """A file or a folder."""
     val_path: str | None = None
-    """Criteo: files to evaluate on. Without it every ``val_every``-th row is held out."""
+    """Criteo: a file or folder to evaluate on. Without it every ``val_every``-th row is held out."""
     val_every: int = 10
+    val_fraction: float = 0.1
+    """Meta: the last samples of each file that are held out."""
     shuffle_rows: int = 0
     """Criteo: size of the buffer that rows are shuffled in; 0 keeps the order of the files."""
     num_embeddings: int | None = None
-    """Rows of every table; categories are hashed to them."""
+    """Criteo files: rows of every table; categories are hashed to them."""
     num_embeddings_per_feature: list[int] | None = None
     """Rows of each table; overrides ``num_embeddings``."""
     num_tables: int | None = None
@@ -55,6 +57,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_embeddings", "num_tables")
         _at_least(self, 2, "val_every")
+        if not 0 < self.val_fraction < 1:
+            raise InvalidField("val_fraction", f"must be between 0 and 1, not {self.val_fraction}")
         _at_least(self, 0, "shuffle_rows")
         if self.num_embeddings_per_feature is not None and min(self.num_embeddings_per_feature, default=0) < 1:
             raise InvalidField("num_embeddings_per_feature", "every table needs at least one row")

@@ -1,0 +1,251 @@
+"""The whole job: from a command line to a trained model and its report."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flowtt_torchrec import ops
+from flowtt_torchrec.datasets import DataError, Sharding
+from flowtt_torchrec.training.checkpoint import Checkpoints
+from flowtt_torchrec.training.config import TrainConfig
+from flowtt_torchrec.training.console import Console, show_bytes
+from flowtt_torchrec.training.data import make_dataset
+from flowtt_torchrec.training.errors import CheckpointError, UserError
+from flowtt_torchrec.training.loop import History, Position, Trainer
+from flowtt_torchrec.training.model import LearningRate, build_optimizer, shard
+from flowtt_torchrec.training.options import DryRun, Invocation, parse
+from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs
+from flowtt_torchrec.training.quiet import quiet_libraries
+from flowtt_torchrec.training.report import build_report, show_breakdown, show_metrics, write_report
+from flowtt_torchrec.training.resume import RunState
+from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, host_memory, process_group
+from flowtt_torchrec.training.settings import to_yaml
+from flowtt_torchrec.training.tables import planned_tables, show_plan, show_summary
+
+_OTHERS_GRACE_SECONDS = 1.0
+_LOST_PEER_GRACE_SECONDS = 10.0
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout")
+_WRONG_INDEX = re.compile(r"index .* is out of range; allowed: .*")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``train_dlrm.py``; returns the exit status.
+
+    What a user can mend ends in one message, on one rank; anything else is a bug and shows its traceback. Either way
+    the process ends at once, so that torchrun can end the others.
+    """
+    try:
+        run(parse(sys.argv[1:] if arguments is None else arguments))
+    except (UserError, DataError) as error:
+        return _fail(str(error))
+    except RuntimeError as error:
+        if match := _WRONG_INDEX.search(str(error)):
+            return _fail(match[0])
+        if _LOST_PEER.search(str(error)):
+            return _fail("lost the connection to another rank, whose own message says why", _LOST_PEER_GRACE_SECONDS)
+        traceback.print_exc()
+        return _end(1)
+    except Exception:
+        traceback.print_exc()
+        return _end(1)
+    return 0
+
+
+def _fail(message: str, grace: float = _OTHERS_GRACE_SECONDS) -> int:
+    rank = int(os.environ.get("RANK", 0))
+    if rank > 0 or grace > _OTHERS_GRACE_SECONDS:
+        # Mostly rank 0 says the same, or another rank says more, and torchrun ends this one while it waits.
+        time.sleep(grace)
+    on_rank = f" on rank {rank}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    print(f"train_dlrm.py: error{on_rank}: {message}", file=sys.stderr, flush=True)
+    return _end(1)
+
+
+def _end(status: int) -> int:
+    """Ends a process that may have a process group, whose other members may be waiting, without tidying up."""
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def run(invocation: Invocation) -> None:
+    """Does what the command line asks for.
+
+    Raises:
+        UserError: something the user gave is wrong.
+        DataError: the data is.
+    """
+    quiet_libraries()
+    console = Console(enabled=int(os.environ.get("RANK", 0)) == 0)
+    if invocation.print_config:
+        console.say(to_yaml(invocation.config).rstrip())
+    elif invocation.dry_run is not None:
+        if console.enabled:
+            dry_run(invocation.config, invocation.dry_run, console)
+    else:
+        _check_backend()
+        threads = invocation.config.training.threads
+        with process_group(choose_device(invocation.config.training.device), threads) as runtime:
+            train(invocation, runtime, console)
+
+
+def _check_backend() -> None:
+    """Raises `UserError` if the ops cannot run, before minutes have gone into data and plan."""
+    backend = ops.backend_info()
+    if backend.name == "native" and backend.error is not None:
+        raise UserError(
+            f"the compiled ops cannot be used: {backend.error}. Build them with `make setup`, or set "
+            "FLOWTT_BACKEND=reference to run the slow, plain PyTorch definition"
+        )
+
+
+def dry_run(config: TrainConfig, machine: DryRun, console: Console) -> None:
+    """Plans for a machine that need not be there, and prints the plan."""
+    kind = config.training.device or os.environ.get("FLOWTT_DEVICE") or "cpu"
+    dataset = make_dataset(config.data, Sharding(config.training.batch_size, 0, machine.world_size))
+    if config.report.print_sharding_plan:
+        print_planner_logs()
+    planning = Planning(
+        config, dataset, Machine(kind, machine.world_size, machine.local_world_size), torch.device("meta")
+    )
+    plan = planning.plan()
+    planned = planned_tables(planning.tables, planning.specs, plan, machine.world_size)
+    show_plan(console, planned)
+    console.say()
+    planning.compression.show()
+    console.say(show_summary(planned))
+    weights = [0] * machine.world_size
+    for table in planned:
+        for rank, size in table.weight_bytes_by_rank.items():
+            weights[rank] += size
+    console.say(
+        f"dry run for {machine.world_size} ranks on {kind}, batch {machine.world_size} x {config.training.batch_size}: "
+        f"{show_bytes(min(weights))} to {show_bytes(max(weights))} of table weights a rank"
+    )
+
+
+def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
+    """Trains and reports. All ranks call it together."""
+    config = invocation.config
+    training = config.training
+    torch.manual_seed(training.seed)
+    torch.backends.cuda.matmul.allow_tf32 = training.allow_tf32
+    checkpoints, last_step = _open_checkpoints(invocation, runtime, console)
+    ranks = (runtime.rank, runtime.world_size)
+    train_data = make_dataset(config.data, Sharding(training.batch_size, *ranks))
+    val_data = train_data
+    if training.test_batch_size is not None and training.test_batch_size != training.batch_size:
+        val_data = make_dataset(config.data, Sharding(training.test_batch_size, *ranks))
+    for note in train_data.notes:
+        console.say(f"data: {note}")
+
+    if config.report.print_sharding_plan and runtime.is_main:
+        print_planner_logs()
+    cuda = runtime.device.type == "cuda"
+    machine = Machine(
+        runtime.device.type,
+        runtime.world_size,
+        runtime.local_world_size,
+        hbm=torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None,
+        ddr=host_memory() // runtime.local_world_size,
+    )
+    planning = Planning(config, train_data, machine, runtime.device)
+    plan = planning.plan(dist.group.WORLD)
+    planned = planned_tables(planning.tables, planning.specs, plan, runtime.world_size)
+    if config.report.print_sharding_plan:
+        show_plan(console, planned)
+    console.say(show_summary(planned))
+    model = shard(planning.model, plan, planning.sharders, runtime.device)
+    optimizer = build_optimizer(model, config.optimizer)
+    console.say(
+        f"training on {runtime.world_size} x {runtime.device.type}, {torch.get_num_threads()} threads a process, "
+        f"batch {runtime.world_size} x {training.batch_size}"
+    )
+
+    directory = Path(config.report.directory or Path("runs") / invocation.name)
+    state = RunState(config, runtime, model, optimizer, planning.specs, planned)
+
+    def save(position: Position, history: History) -> None:
+        assert checkpoints is not None
+        state.save(checkpoints, position, history)
+
+    log, close_log = _tensorboard(directory, config, runtime)
+    trainer = Trainer(
+        training,
+        config.checkpoint,
+        runtime,
+        console,
+        model,
+        optimizer,
+        LearningRate(optimizer, config.optimizer),
+        train_data,
+        val_data,
+        save,
+        log,
+    )
+    if checkpoints is not None and last_step is not None:
+        trainer.resume(*state.load(checkpoints, last_step))
+        console.say(f"continuing from {checkpoints.path(last_step)}")
+    trainer.run()
+    close_log()
+
+    report = build_report(config, runtime, planned, trainer, train_data.notes)
+    if not runtime.is_main:
+        return
+    console.say()
+    show_breakdown(console, trainer.profiler.breakdown, cuda)
+    planning.compression.show()
+    console.say(show_summary(planned))
+    show_metrics(console, report)
+    write_report(directory / "report.json", report)
+    console.say(f"report: {directory / 'report.json'}")
+
+
+def _open_checkpoints(
+    invocation: Invocation, runtime: Runtime, console: Console
+) -> tuple[Checkpoints | None, int | None]:
+    """The run's checkpoints, and the step to continue from."""
+    config = invocation.config.checkpoint
+    if config.directory is None:
+        return None, None
+    checkpoints = Checkpoints(config.directory, config.keep)
+    steps = decide_on_main(runtime, checkpoints.steps)
+    if invocation.resume:
+        if not steps:
+            console.say(f"--resume: there is no checkpoint in {config.directory} yet, starting from scratch")
+        return checkpoints, steps[-1] if steps else None
+    if steps and not config.overwrite:
+        raise CheckpointError(
+            f"{config.directory} has checkpoints of an earlier run, the last of step {steps[-1]}; continue it with "
+            "--resume, choose another directory, or remove them with --set checkpoint.overwrite=true"
+        )
+    if steps:
+        decide_on_main(runtime, checkpoints.remove_all)
+        console.say(f"removed {len(steps)} checkpoints of an earlier run from {config.directory}")
+    return checkpoints, None
+
+
+def _tensorboard(
+    directory: Path, config: TrainConfig, runtime: Runtime
+) -> tuple[Callable[[str, float, int], None], Callable[[], None]]:
+    """A function that logs a number, and one that ends the log; both do nothing unless TensorBoard is installed."""
+    if config.report.tensorboard and runtime.is_main:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            pass
+        else:
+            writer = SummaryWriter(str(directory / "tensorboard"))
+            return writer.add_scalar, writer.close
+    return lambda name, value, step: None, lambda: None

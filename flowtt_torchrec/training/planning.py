@@ -1,0 +1,132 @@
+"""A model and a plan for it, before the tables get any memory."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner import ParameterConstraints, Topology, types
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from flowtt_torchrec.datasets import ClickDataset
+from flowtt_torchrec.distributed import CompressionStats, TTEmbeddingBagCollectionSharder, TTEmbeddingShardingPlanner
+from flowtt_torchrec.spec import TTSpec, parse_bytes
+from flowtt_torchrec.training.compression import choose_specs
+from flowtt_torchrec.training.config import TrainConfig
+from flowtt_torchrec.training.data import table_configs
+from flowtt_torchrec.training.errors import UserError
+from flowtt_torchrec.training.model import build_dlrm, optimize_tables_in_backward
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What to plan for; it need not be there.
+
+    Args:
+        kind: ``"cpu"`` or ``"cuda"``.
+        world_size: number of ranks.
+        local_world_size: ranks of one host.
+        hbm: bytes of GPU memory of a rank; None for TorchRec's default.
+        ddr: bytes of host memory of a rank; None for TorchRec's default.
+    """
+
+    kind: str
+    world_size: int
+    local_world_size: int
+    hbm: int | None = None
+    ddr: int | None = None
+
+
+def make_topology(machine: Machine) -> Topology:
+    """TorchRec's description of the machine."""
+    if not hasattr(types, "TopologyFactory"):  # before torchrec 1.8
+        return Topology(
+            world_size=machine.world_size,
+            compute_device=machine.kind,
+            hbm_cap=machine.hbm,
+            ddr_cap=machine.ddr,
+            local_world_size=machine.local_world_size,
+        )
+    return types.TopologyFactory.create_topology(
+        trainer_config=types.TrainerConfig(
+            world_size=machine.world_size,
+            local_world_size=machine.local_world_size,
+            hbm_cap_bytes=machine.hbm,
+            ddr_cap_bytes=machine.ddr,
+        ),
+        kernel_config=types.KernelConfig(compute_device=machine.kind),
+    )
+
+
+def make_sharders(specs: Mapping[str, TTSpec]) -> list[ModuleSharder[Any]]:
+    """TorchRec's sharders, but for embedding bag collections the one that knows tensor trains."""
+    stock = [sharder for sharder in get_default_sharders() if sharder.module_type is not EmbeddingBagCollection]
+    return [TTEmbeddingBagCollectionSharder(specs), *stock]
+
+
+class Planning:
+    """The model and the plan for it, before any memory is given to the tables.
+
+    Args:
+        config: the settings.
+        dataset: whose tables are planned.
+        machine: to plan for, but for what the ``planner`` section says.
+        device: where the dense layers are made.
+
+    Raises:
+        ConfigError: a setting does not go with the data.
+    """
+
+    def __init__(self, config: TrainConfig, dataset: ClickDataset, machine: Machine, device: torch.device) -> None:
+        self.tables = table_configs(dataset, config.model.embedding_dim)
+        self.specs = choose_specs(config.compression, self.tables)
+        self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
+        optimize_tables_in_backward(self.model, config.optimizer)
+        self.sharders = make_sharders(self.specs)
+        self.compression = CompressionStats(self.specs, announce=False)
+        hbm = machine.hbm if config.planner.hbm is None else parse_bytes(config.planner.hbm)
+        ddr = machine.ddr if config.planner.ddr is None else parse_bytes(config.planner.ddr)
+        self._planner = TTEmbeddingShardingPlanner(
+            topology=make_topology(replace(machine, hbm=hbm, ddr=ddr)),
+            compression=self.specs,
+            batch_size=config.training.batch_size,
+            stats=[EmbeddingStats(), self.compression] if config.report.print_sharding_plan else [self.compression],
+            storage_reservation=FixedPercentageStorageReservation(config.planner.storage_reservation),
+            constraints={
+                name: ParameterConstraints(pooling_factors=[factor])
+                for name, factor in zip(dataset.table_names, dataset.pooling_factors)
+            },
+        )
+
+    def plan(self, group: dist.ProcessGroup | None = None) -> ShardingPlan:
+        """Plans, on rank 0 of the group for all of it.
+
+        Raises:
+            UserError: the tables do not fit.
+        """
+        try:
+            if group is None:
+                return self._planner.plan(self.model, self.sharders)
+            return self._planner.collective_plan(self.model, self.sharders, group)
+        except PlannerError as error:
+            raise UserError(f"TorchRec's planner found no plan: {error}") from None
+
+
+def print_planner_logs() -> None:
+    """Prints what TorchRec's planner logs of a plan, its tables of shards and ranks; by default nobody sees it."""
+    logger = logging.getLogger("torchrec.distributed.planner.stats")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

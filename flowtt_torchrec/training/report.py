@@ -1,0 +1,146 @@
+"""The JSON report of a run, and the summary that ends its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flowtt_torchrec.training.checkpoint import write_atomically
+from flowtt_torchrec.training.config import TrainConfig
+from flowtt_torchrec.training.console import Console, show, show_bytes
+from flowtt_torchrec.training.loop import Trainer
+from flowtt_torchrec.training.profiler import Part
+from flowtt_torchrec.training.runtime import Runtime, peak_memory
+from flowtt_torchrec.training.tables import PlannedTable
+
+SCHEMA = 1
+_PACKAGES = ("flowtt-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchx", "numpy")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what takes part; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def build_report(
+    config: TrainConfig,
+    runtime: Runtime,
+    planned: Sequence[PlannedTable],
+    trainer: Trainer,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """The report as plain values. All ranks call it together; only rank 0's is complete.
+
+    Args:
+        config: the settings.
+        runtime: this process.
+        planned: the tables.
+        trainer: after its run.
+        notes: what there is to know about the data.
+    """
+    peaks: list[dict[str, int]] = [{}] * runtime.world_size
+    dist.all_gather_object(peaks, peak_memory(runtime.device))
+    evaluations = trainer.history.evaluation
+    dense = sum(table.dense_bytes for table in planned)
+    weights = sum(table.weight_bytes for table in planned)
+    return {
+        "schema": SCHEMA,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "config": asdict(config),
+        "data_notes": list(notes),
+        "device": {
+            "kind": runtime.device.type,
+            "name": device_name(runtime.device),
+            "world_size": runtime.world_size,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+        },
+        "versions": versions(),
+        "tables": [table.to_dict() for table in planned],
+        "compression": {
+            "dense_bytes": dense,
+            "weight_bytes": weights,
+            "ratio": dense / weights,
+            "tensor_trains": sum(table.spec is not None for table in planned),
+        },
+        "metrics": evaluations[-1] if evaluations else None,
+        "history": asdict(trainer.history),
+        "steps": trainer.position.step,
+        "samples_per_second": trainer.samples_per_second,
+        "seconds": trainer.seconds,
+        "peak_memory_bytes": peaks,
+        "step_breakdown": [asdict(part) for part in trainer.profiler.breakdown],
+    }
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Writes the report; a reader never sees half of it."""
+    write_atomically(path, json.dumps(report, indent=1) + "\n")
+
+
+def show_breakdown(console: Console, parts: Sequence[Part], cuda: bool) -> None:
+    """Prints where the time of a step goes."""
+    for is_phase, title in ((True, "Time of a step on rank 0"), (False, "Operations within it")):
+        chosen = [part for part in parts if part.is_phase == is_phase]
+        if not chosen:
+            continue
+        columns = ["part", "ms", "share", *(["GPU ms"] if cuda else [])]
+        rows = [
+            [part.name, show(part.milliseconds, 2), f"{part.share:.1%}"]
+            + ([show(part.device_milliseconds, 2)] if cuda else [])
+            for part in chosen
+        ]
+        if is_phase:
+            total = sum(part.milliseconds for part in chosen)
+            device = [show(sum(part.device_milliseconds for part in chosen), 2)] if cuda else []
+            rows.append(["whole step", show(total, 2), "100.0%", *device])
+        console.table(title, columns, rows)
+
+
+def show_metrics(console: Console, report: dict[str, Any]) -> None:
+    """Prints the last evaluation beside the best possible one, speed and memory."""
+    metrics = report["metrics"]
+    if metrics is not None:
+        rows = [
+            ["AUROC", show(metrics["auroc"]), show(metrics.get("best_auroc"))],
+            ["NE", show(metrics["ne"]), show(metrics.get("best_ne"))],
+            ["log loss", show(metrics["loss"]), "-"],
+        ]
+        console.table(f"Held-out rows ({metrics['samples']:,})", ["metric", "model", "best possible"], rows)
+    peaks = report["peak_memory_bytes"]
+    speed = report["samples_per_second"]
+    memory = f"peak memory a process {show_bytes(max(peak['rss'] for peak in peaks))}"
+    if "cuda" in peaks[0]:
+        memory += f", of a GPU {show_bytes(max(peak['cuda'] for peak in peaks))}"
+    console.say(f"{'-' if speed is None else f'{speed:,.0f}'} samples/s in training, {memory}")
