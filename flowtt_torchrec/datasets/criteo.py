@@ -51,8 +51,8 @@ class CriteoTSV(ClickDataset):
     """Batches from raw Criteo files.
 
     Args:
-        path: a file, plain or gzip, or a folder. In a folder, ``train.txt`` (Kaggle) goes before ``day_0``, ``day_1`` and
-            so on (1TB), and these before all other ``.txt`` and ``.tsv`` files; files are read in natural order.
+        path: a file, plain or gzip, or a folder. In a folder, ``train.txt`` (Kaggle) goes before ``day_0``, ``day_1``
+            etc. (1TB), and these before all other ``.txt`` and ``.tsv`` files; files are read in natural order.
         num_embeddings: rows of the tables, one number for all or 26 numbers.
         sharding: batch size, rank and number of ranks.
         val_path: file or folder of held-out rows. Without it, every ``val_every``-th row of ``path`` is held out: rows
