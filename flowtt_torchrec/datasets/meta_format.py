@@ -8,9 +8,7 @@ table. There are no dense features, labels, dims or row counts. Meta-N are the f
 from __future__ import annotations
 
 import gzip
-import pickle
 import zipfile
-import zlib
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -62,7 +60,9 @@ def load_lookups(path: Path) -> MetaLookups:
                 content = torch.load(cast(BinaryIO, stream), map_location="cpu", weights_only=True)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, zlib.error) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the unpickler meets garbage with errors of almost any kind
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{path}: not a readable file of torch tensors, or truncated ({reason})") from None
     return _checked(path, content)
