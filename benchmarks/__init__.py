@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.lookup``, ``python -m benchmarks.training``, ``python -m benchmarks.plot``."""

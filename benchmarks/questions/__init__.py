@@ -1,0 +1,32 @@
+"""The questions that the lookup benchmark answers, one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.questions.comparison import comparison
+from benchmarks.questions.distributions import distributions
+from benchmarks.questions.growth import growth
+from benchmarks.questions.memory import memory
+from benchmarks.questions.run import Run
+from benchmarks.questions.sweeps import batch, cores, dims, flows, optimizers, pooling, ranks, shapes
+from benchmarks.questions.tables import tables
+
+QUESTIONS: dict[str, Callable[[Run], None]] = {
+    question.__name__: question
+    for question in (
+        comparison,
+        growth,
+        tables,
+        distributions,
+        memory,
+        optimizers,
+        flows,
+        batch,
+        pooling,
+        ranks,
+        dims,
+        cores,
+        shapes,
+    )
+}
