@@ -11,6 +11,7 @@ from tt_samples import (
     assert_near,
     layout_of,
     mixed_layout,
+    offsets_of,
     random_batch,
     random_weights,
 )
@@ -19,7 +20,7 @@ from flowtt_torchrec import native, ops
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_native_equals_reference_for_any_batch(data):
     layout = mixed_layout()
@@ -41,6 +42,51 @@ def test_native_equals_reference_for_any_batch(data):
         results.append([output.detach(), weights.detach(), *state.values()])
     for expected, actual in zip(*results):
         assert_near(actual, expected, 1e-9)
+
+
+@pytest.fixture(scope="module")
+def large_batch():
+    """Enough lookups that every stage is shared between threads, ids both scattered and crowded."""
+    layout = layout_of("three_cores", "rank_32", "odd", "two_cores", feature_tables=[1, 0, 1, 2, 3])
+    batch_size = 4_000
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, (layout.num_features, batch_size), generator=generator)
+    lengths[3] = torch.where(torch.arange(batch_size) == 17, 3_000, 0)
+    indices = torch.rand(int(lengths.sum()), generator=generator)
+    indices[1::2] = indices[1::2] ** 20
+    rows = torch.tensor([layout.specs[table].num_embeddings for table in layout.feature_tables])
+    indices = (indices * rows.repeat_interleave(lengths.sum(1))).long()
+    batch = layout, indices, offsets_of(lengths.flatten())
+    with ops.use_backend("reference"):
+        return batch, forward_backward_and_step(*batch, torch.float64, "prefix")
+
+
+def forward_backward_and_step(layout, indices, offsets, dtype, flow):
+    weights = random_weights(layout, dtype).requires_grad_()
+    output = ops.lookup(weights, layout, indices, offsets, pooling="mean", flow=flow)
+    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.autograd.grad(output, weights, grad_output)[0]
+    optimizer = OptimizerSpec("rowwise_adagrad", 0.01, weight_decay=0.1)
+    state = init_state(layout, optimizer.kind, dtype=dtype)
+    fused = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state, flow=flow)
+    fused.backward(grad_output)
+    return [output.detach(), grad, weights.detach(), state["momentum1"]]
+
+
+@pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(large_batch, flow, threads):
+    batch, expected = large_batch
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ops.use_backend("native"):
+            first, second = (forward_backward_and_step(*batch, torch.float32, flow) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    for value, again, right in zip(first, second, expected):
+        assert torch.equal(value, again)
+        assert_near(value, right, 2e-5)
 
 
 def opcheck_arguments():

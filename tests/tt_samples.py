@@ -22,6 +22,7 @@ SPECS = {
     "rank_32": TTSpec(1000, 64, (10, 10, 10), (4, 4, 4), (32, 32)),
     "odd": TTSpec(343, 105, (7, 7, 7), (3, 5, 7), (7, 9)),
     "factors_of_one": TTSpec(17, 4, (1, 5, 4), (1, 4, 1), (1, 3)),
+    "tiny": TTSpec(7, 4, (2, 2, 2), (2, 1, 2), (2, 2)),
     "one_row": TTSpec(1, 4, (1, 1), (2, 2), (2,)),
 }
 
@@ -31,8 +32,8 @@ def layout_of(*names: str, feature_tables: list[int] | None = None) -> TTLayout:
 
 
 def mixed_layout() -> TTLayout:
-    """All sample tables; some features share a table, and one table has no feature."""
-    return layout_of(*SPECS, feature_tables=[5, 0, 1, 2, 1, 4, 6, 7, 0])
+    """All sample tables; some features share a table, and some tables have no feature."""
+    return layout_of(*SPECS, feature_tables=[5, 0, 1, 2, 1, 4, 6, 8, 0])
 
 
 def random_weights(layout: TTLayout, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
