@@ -94,16 +94,24 @@ def test_one_row_ten_thousand_times(backend, pooling):
 
 
 @both_backends
-def test_four_billion_rows(backend):
-    """Keys of more than 32 bits; checked against rows made one by one."""
-    spec = TTSpec(4_000_000_000, 8, (1500, 1700, 1600), (2, 2, 2), (2, 2))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TTSpec(4_000_000_000, 8, (1500, 1700, 1600), (2, 2, 2), (2, 2)),
+        TTSpec(2**54, 4, (2**18, 2**18, 2**18), (1, 2, 2), (1, 2)),
+    ],
+    ids=["keys_over_32_bits", "rows_over_52_bits"],
+)
+def test_huge_tables(backend, spec):
+    """Checked against rows made one by one."""
     layout = TTLayout([spec, SPECS["tiny"]], ["huge", "tiny"])
     weights = random_weights(layout).requires_grad_()
     huge = torch.randint(spec.num_embeddings, (40,), generator=torch.Generator().manual_seed(0))
-    huge[:8] = torch.tensor([0, 3_999_999_999, 1, 3_999_999_999, 2**31, 2**32 - 300_000_000, 1600, 0])
+    last = spec.num_embeddings - 1
+    huge[:8] = torch.tensor([0, last, 1, last, 2**31, 2**32 - 300_000_000, spec.p[-1], 0])
     tiny = torch.arange(20) % 7
     cores = layout.core_views(weights)
-    expected = torch.cat([tt_rows(cores[0], huge).view(20, 2, 8).sum(1), tt_rows(cores[1], tiny)], dim=1)
+    expected = torch.cat([tt_rows(cores[0], huge).view(20, 2, -1).sum(1), tt_rows(cores[1], tiny)], dim=1)
     grad_output = torch.randn(expected.shape, dtype=torch.float64)
     with ops.use_backend(backend):
         offsets = torch.cat([torch.arange(0, 40, 2), torch.arange(40, 61)])

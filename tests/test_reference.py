@@ -6,34 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tt_samples import assert_near, brute_force, layout_of, random_batch, random_weights
+from tt_samples import assert_near, brute_force, groups, layout_of, random_batch, random_weights
 
 from flowtt_torchrec import reference
-from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.reference import Flow, PoolingMode
-from flowtt_torchrec.spec import TTSpec
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> TTLayout:
-    specs = []
-    for _ in range(draw(st.integers(1, 3))):
-        d = draw(st.integers(2, 4))
-        p = tuple(draw(st.lists(st.integers(1, 6), min_size=d, max_size=d)))
-        q = tuple(draw(st.lists(st.integers(1, 4), min_size=d, max_size=d)))
-        addressable, dim = int(torch.tensor(p).prod()), int(torch.tensor(q).prod())
-        rank = draw(st.integers(1, 6))
-        ranks, bound = [], 1
-        for k in range(d - 1):
-            bound = min(bound * p[k] * q[k], rank)
-            ranks.append(bound)
-        bound = 1
-        for k in range(d - 1, 0, -1):
-            bound = min(bound * p[k] * q[k], ranks[k - 1])
-            ranks[k - 1] = bound
-        specs.append(TTSpec(draw(st.integers(1, addressable)), dim, p, q, tuple(ranks)))
-    features = draw(st.lists(st.integers(0, len(specs) - 1), min_size=1, max_size=4))
-    return TTLayout(specs, [f"t{t}" for t in range(len(specs))], features)
 
 
 @settings(max_examples=40, deadline=None)
