@@ -60,10 +60,13 @@ class TTKernel(BaseEmbedding):
         self._device = device
         self._dtype = data_type_to_dtype(config.data_type)
         self._tables: TTTables = (config.fused_params or {})[TT_TABLES]
-        names = [table.name for table in config.embedding_tables]
+        # A table is here once for each of its shards on this rank.
+        self._specs = {table.name: self._tables[table.name].spec for table in config.embedding_tables}
+        names = list(self._specs)
         self._named = name_tables(names)
-        self._specs = {name: self._tables[name].spec for name in names}
-        self._feature_tables = [t for t, table in enumerate(config.embedding_tables) for _ in table.feature_names]
+        self._feature_tables = [
+            names.index(table.name) for table in config.embedding_tables for _ in table.feature_names
+        ]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         self._pooling = "mean" if mean else "sum"
         self._bounds_check_mode = bounds_check_mode(config.fused_params, self._named)

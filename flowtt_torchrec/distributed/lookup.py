@@ -10,10 +10,11 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from flowtt_torchrec.distributed.kernel import TTDenseEmbeddingBag, TTFusedEmbeddingBag, TTKernel
+from flowtt_torchrec.distributed.shared_kernel import TTSharedEmbeddingBag
 
 
 class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
-    """Lookup of a model-parallel sharding type; dense groups keep TorchRec's kernels."""
+    """Lookup of table-wise tables; dense groups keep TorchRec's kernels."""
 
     tt_kernel: type[TTKernel] = TTFusedEmbeddingBag
 
@@ -28,6 +29,12 @@ class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
         if config.compute_kernel != EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
             return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
         return self.tt_kernel(config=config, pg=pg, device=device, sharding_type=sharding_type)
+
+
+class TTSharedGroupedPooledEmbeddingsLookup(TTGroupedPooledEmbeddingsLookup):
+    """Lookup of row-wise and column-wise tables."""
+
+    tt_kernel = TTSharedEmbeddingBag
 
 
 class TTDpGroupedPooledEmbeddingsLookup(TTGroupedPooledEmbeddingsLookup):
