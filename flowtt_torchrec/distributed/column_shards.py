@@ -69,7 +69,7 @@ class ColumnShards:
 
     def _pairs(self, shard_flat: Tensor, whole_flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         whole = self._whole.core_views(whole_flat)
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for shard, parts in zip(self._shards, self.layout.core_views(shard_flat)):
             cores = whole[shard.table]
             step = self._whole.specs[shard.table].column_step

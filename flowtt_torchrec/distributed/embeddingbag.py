@@ -322,7 +322,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             )
         if sharding.sharding_type in COLUMN_TYPES:
             assert sharding.sharding_spec is not None
-            shards = sharding.sharding_spec.shards  # type: ignore[attr-defined]
+            shards = sharding.sharding_spec.shards
             columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
             check_columns(name, self._compression[name], columns)
         return True

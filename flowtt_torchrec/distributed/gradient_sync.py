@@ -104,7 +104,7 @@ def sharing_groups(
     for name, sharding in plan.items():
         if sharding.sharding_type == ShardingType.DATA_PARALLEL.value or sharding.sharding_spec is None:
             continue
-        shards = sharding.sharding_spec.shards  # type: ignore[attr-defined]
+        shards = sharding.sharding_spec.shards
         ranks = tuple(sorted({every[shard.placement.rank()] for shard in shards}))
         if len(ranks) == 1:
             continue
