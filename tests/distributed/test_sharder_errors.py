@@ -254,22 +254,6 @@ def test_the_plan_is_not_changed_by_sharding(one_rank: Callable[..., Any]) -> No
     one_rank(twice)
 
 
-def test_variable_batch_per_feature_is_refused(one_rank: Callable[..., Any]) -> None:
-    def lookup(rank: int, world_size: int) -> None:
-        model = shard([TABLE], world_size)
-        features = KeyedJaggedTensor(
-            keys=["f0"],
-            values=torch.tensor([1, 2, 3]),
-            lengths=torch.tensor([2, 1]),
-            stride_per_key_per_rank=[[2]],
-            inverse_indices=(["f0"], torch.tensor([[0, 1, 1]])),
-        )
-        model.module.ebc(features)["f0"]
-
-    with pytest.raises(NotImplementedError, match=r"table 't': .*\(VBE\)"):
-        one_rank(lookup)
-
-
 def test_live_resharding_is_refused(one_rank: Callable[..., Any]) -> None:
     def reshard(rank: int, world_size: int) -> None:
         ebc = shard([TABLE], world_size).module.ebc

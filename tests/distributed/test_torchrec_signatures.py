@@ -57,6 +57,8 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
         GroupedPooledEmbeddingsLookup._create_embedding_kernel,
         ["self", "config", "device", "pg", "sharding_type", "env"],
     ),
+    (GroupedPooledEmbeddingsLookup.forward, ["self", "sparse_features"]),
+    (GroupedPooledEmbeddingsLookup._forward, ["self", "features_by_group"]),
     (TwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (DpPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (CwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
@@ -153,7 +155,7 @@ def test_private_attributes() -> None:
         (EmbeddingEnumerator.__init__, ["_last_stored_search_space", "self._constraints", "self._compute_device"]),
         (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats"]),
         (ShardingOption.__init__, ["self._tensor"]),
-        (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules"]),
+        (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules", "self.grouped_configs", "self._feature_splits"]),
         *(
             (sharding.__init__, ["self._grouped_embedding_configs_per_rank", "_device", "_env"])
             for sharding in (
