@@ -89,7 +89,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         if missing:
             raise ValueError(
                 f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
-                "the planner's compression first among the sharders"
+                "the planner's compression last among the sharders (of two for one module type TorchRec takes the last)"
             )
         kept = [o for o in kept if o.name not in self._compression or self._is_sensible(o)]
         missing_tables = self._compression.keys() - {o.name for o in kept}
