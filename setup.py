@@ -24,7 +24,7 @@ LIBRARY = "_C.so"
 
 MIN_TORCH = (2, 11)
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Werror"]
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Kernels are compiled once for each instruction set; csrc/cpu/isa.cpp chooses at run time and tests for these flags.
 AVX2 = ["-mavx2", "-mfma"]

@@ -14,6 +14,7 @@
 #include "cpu/partition.h"
 #include "cpu/pooled_forward.h"
 #include "cpu/pooled_rows.h"
+#include "cpu/prefetch.h"
 #include "cpu/prefix_products.h"
 
 namespace flowtt::cpu {
@@ -34,8 +35,9 @@ struct PartialOwner {
 template <class T>
 class FlowGradients {
  public:
-  static constexpr int64_t kFlowBlock = 8;  // flows of one owner slice taken together
-  static constexpr int64_t kRowBlock = 8;   // rows of a flow taken together
+  static constexpr int64_t kFlowBlock = 8;     // flows of one owner slice taken together
+  static constexpr int64_t kProductBlock = 4;  // flows whose prefix products are made at once
+  static constexpr int64_t kRowBlock = 8;      // rows of a flow taken together
 
   FlowGradients(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, const T* grad_output,
                 const GradientSink<T>& sink, T* grad_per_sample_weights, const Segment& segment, int64_t begin,
@@ -50,19 +52,21 @@ class FlowGradients {
         segment_(segment),
         begin_(begin),
         end_(end),
+        last_row_(plan_.flow_starts[end]),
         table_(lookup.tables[segment.table]),
         geometry_(table_, kernels.rank_multiple),
         shape_(geometry_.row_shape()),
         row_kernels_(kernels.rows(shape_)),
         outer_(table_, geometry_),
-        products_(kernels, lookup.weights, table_, geometry_, kFlowBlock),
+        products_(kernels, lookup.weights, table_, geometry_, kFlowBlock, kProductBlock),
         row_gradients_(kRowBlock * geometry_.dim),
         grad_c_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.c_size()),
         grad_left_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.left_rows * geometry_.left_rank_padded),
         owner_transposed_(geometry_.two_cores ? 0 : geometry_.owner_columns * geometry_.left_rank_padded),
         grad_owner_(geometry_.owner_size()),
         owner_slice_(table_.slice_size(table_.owner())),
-        made_rows_(grad_per_sample_weights == nullptr ? 0 : kRowBlock * geometry_.dim) {
+        made_rows_(grad_per_sample_weights == nullptr ? 0 : kRowBlock * geometry_.dim),
+        scratch_(grad_per_sample_weights == nullptr ? 0 : geometry_.scratch_size()) {
     std::fill_n(owner_transposed_.data(), owner_transposed_.size(), T(0));  // padding stays 0
     const int64_t flows = end - begin, rows = plan_.flow_starts[end] - plan_.flow_starts[begin];
     for (int i = 0; i < outer_.size(); ++i) {
@@ -75,15 +79,11 @@ class FlowGradients {
   // order of OuterCores.
   OuterGradients<T> run(int64_t segment_number, std::vector<PartialOwner<T>>* partial) {
     for (int64_t flow = begin_; flow < end_;) {
-      const int64_t first_flow = flow;
-      const int64_t key = key_of(flow), owner = table_.owner_key(key);
-      start_owner(key);
-      bool accumulate = false;
-      while (flow < end_ && table_.owner_key(key_of(flow)) == owner) {
-        const int64_t n = flows_of_owner(table_, plan_, flow, end_, kFlowBlock);
-        take_block(flow, n, accumulate);
-        accumulate = true;
-        flow += n;
+      const int64_t first_flow = flow, key = key_of(flow), owner = table_.owner_key(key);
+      const int64_t owner_end = end_of_owner(table_, plan_, flow, end_);
+      start_owner(key, owner_end - flow, owner_end < end_ ? key_of(owner_end) : -1);
+      for (; flow < owner_end; flow = std::min(flow + kFlowBlock, owner_end)) {
+        take_block(flow, std::min(kFlowBlock, owner_end - flow), flow > first_flow);
       }
       const bool shared = (first_flow > segment_.flow_begin && table_.owner_key(key_of(first_flow - 1)) == owner) ||
                           (flow < segment_.flow_end && table_.owner_key(key_of(flow)) == owner);
@@ -110,8 +110,8 @@ class FlowGradients {
  private:
   int64_t key_of(int64_t flow) const { return plan_.row_keys[plan_.flow_starts[flow]]; }
 
-  void start_owner(int64_t key) {
-    products_.set_owner(key);
+  void start_owner(int64_t key, int64_t flows, int64_t next_key) {
+    products_.set_owner(key, flows, next_key);
     if (geometry_.two_cores) return;
     kernels_.transpose(geometry_.left_rank, geometry_.owner_columns, products_.owner(), geometry_.owner_columns,
                        owner_transposed_.data(), geometry_.left_rank_padded);
@@ -120,18 +120,20 @@ class FlowGradients {
   // Flows [flow, flow + n) of the current owner slice.
   void take_block(int64_t flow, int64_t n, bool accumulate) {
     for (int64_t i = 0; i < n; ++i) products_.set_left(i, key_of(flow + i));
-    products_.multiply(n);
     const Geometry& g = geometry_;
     if (g.two_cores) {  // C is the owner slice
-      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(i), grad_owner_.data(), accumulate || i > 0);
+      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(0), grad_owner_.data(), accumulate || i > 0);
       return;
     }
-    for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(i), grad_c_.data() + i * g.c_size(), false);
+    for (int64_t i = 0; i < n; ++i) {
+      if (i % kProductBlock == 0) products_.multiply(i, std::min(kProductBlock, n - i));
+      take_rows(flow + i, products_.c(i % kProductBlock), grad_c_.data() + i * g.c_size(), false);
+    }
     const int64_t rows = n * g.left_rows;
     kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_.data(), g.owner_columns, 1,
                   owner_transposed_.data(), g.left_rank_padded, grad_left_.data(), g.left_rank_padded, false);
-    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(), 1, g.left_rank, grad_c_.data(), g.owner_columns,
-                  grad_owner_.data(), g.owner_columns, accumulate);
+    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_.data(),
+                  g.owner_columns, grad_owner_.data(), g.owner_columns, accumulate);
     for (int64_t i = 0; i < n; ++i) {
       take_left(key_of(flow + i), grad_left_.data() + i * g.left_rows * g.left_rank_padded);
     }
@@ -144,6 +146,9 @@ class FlowGradients {
     const int64_t end = plan_.flow_starts[flow + 1];
     for (int64_t row = plan_.flow_starts[flow]; row < end; row += kRowBlock) {
       const int64_t n = std::min(kRowBlock, end - row);
+      for (int64_t ahead = row + kPrefetch; ahead < std::min(row + kPrefetch + n, last_row_); ++ahead) {
+        prefetch_row(ahead);
+      }
       const T *g[kRowBlock], *copies[kRowBlock], *last[kRowBlock];
       T *gradients[kRowBlock], *made[kRowBlock];
       bool touched[kRowBlock];
@@ -160,12 +165,20 @@ class FlowGradients {
       }
       if (grad_per_sample_weights_ != nullptr) {
         for (int64_t i = 0; i < n; ++i) made[i] = made_rows_.data() + i * geometry_.dim;
-        row_kernels_.forward(shape_, c, n, last, made);
+        row_kernels_.forward(shape_, c, n, last, made, scratch_.data());
         for (int64_t i = 0; i < n; ++i) take_factors(row + i, made[i]);
       }
       row_kernels_.backward(shape_, c, n, g, copies, gradients, touched, grad_c, accumulate);
       accumulate = true;
     }
+  }
+
+  // Asks for what take_rows reads of a row.
+  FLOWTT_PREFETCHING void prefetch_row(int64_t row) const {
+    const OuterCore& core = outer_[OuterCores::kLast];
+    const T* slot = touched_[OuterCores::kLast].find(table_.digit(plan_.row_keys[row], table_.last()));
+    if (slot != nullptr) prefetch(slot, core.stride());
+    prefetch(gradient_of_bag(plan_.lookups[plan_.row_starts[row]]), geometry_.dim);
   }
 
   // Slice [rank, q] of the last core, transposed and padded to [q, rank_padded].
@@ -246,6 +259,8 @@ class FlowGradients {
     }
   }
 
+  static constexpr int64_t kPrefetch = 8;  // rows between asking for memory and using it
+
   const Kernels<T>& kernels_;
   const Lookup<T>& lookup_;
   const FlowPlan& plan_;
@@ -255,6 +270,7 @@ class FlowGradients {
   T* grad_per_sample_weights_;
   const Segment& segment_;
   const int64_t begin_, end_;
+  const int64_t last_row_;
   const Table& table_;
   const Geometry geometry_;
   const RowShape shape_;
@@ -269,6 +285,7 @@ class FlowGradients {
   Buffer<T> grad_owner_;        // [left_rank, owner_columns]
   Buffer<T> owner_slice_;       // grad_owner_ without padding
   Buffer<T> made_rows_;         // [kRowBlock, dim]
+  Buffer<T> scratch_;           // of the row kernels
 };
 
 }  // namespace flowtt::cpu

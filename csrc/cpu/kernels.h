@@ -47,8 +47,9 @@ struct KeyKernels {
 
 template <class T>
 struct RowKernels {
-  // out[i] [m, q] = c [m, r_padded] * last[i] [r, q], for n rows of one flow.
-  void (*forward)(const RowShape& shape, const T* c, int64_t n, const T* const* last, T* const* out);
+  // out[i] [m, q] = c [m, r_padded] * last[i] [r, q], for n rows of one flow. `scratch` is
+  // [(m rounded up to 16) * r_padded].
+  void (*forward)(const RowShape& shape, const T* c, int64_t n, const T* const* last, T* const* out, T* scratch);
 
   // For n rows of one flow with gradients g[i] [m, q]:
   //   grad_last[i] [q, r_padded] (+)= g[i]^T * c, added where touched[i], else written;
@@ -74,8 +75,8 @@ struct Kernels {
   // out [dim] (+)= sum over i of scales[i] * rows[i] [dim]; no scales means 1.
   void (*sum_rows)(int64_t n, const T* const* rows, const T* scales, int64_t dim, T* out, bool accumulate);
 
-  // out [dim] = scale * row [dim]
-  void (*scale_row)(int64_t dim, T scale, const T* row, T* out);
+  // out[i] [dim] = scales[i] * row [dim], for n of them; no scales means 1. `row` may be out[0] if n is 1.
+  void (*spread_row)(int64_t n, T* const* out, const T* scales, int64_t dim, const T* row);
 
   T (*dot)(int64_t dim, const T* a, const T* b);
 

@@ -1,3 +1,5 @@
+#include <immintrin.h>
+
 #include "cpu/kernels.h"
 
 namespace flowtt::cpu {
@@ -5,6 +7,16 @@ namespace {
 
 constexpr int kVectorBytes = 32;
 constexpr int kRegisters = 16;
+#define FLOWTT_BROADCASTS_GROUPS
+// G elements, again and again.
+template <int G>
+inline __attribute__((always_inline)) __m256 broadcast_group(const float* p) {
+  static_assert(G == 1 || G == 2 || G == 4, "no such group");
+  if constexpr (G == 1) return _mm256_broadcast_ss(p);
+  if constexpr (G == 2) return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+  if constexpr (G == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+}
+
 #include "cpu/kernels.inc"
 
 }  // namespace

@@ -1,3 +1,5 @@
+#include <immintrin.h>
+
 #include "cpu/kernels.h"
 
 namespace flowtt::cpu {
@@ -5,6 +7,21 @@ namespace {
 
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;
+#define FLOWTT_BROADCASTS_GROUPS
+// G elements, again and again.
+template <int G>
+inline __attribute__((always_inline)) __m512 broadcast_group(const float* p) {
+  static_assert(G == 2 || G == 4 || G == 8, "no such group");
+  // The masked forms: GCC 12 takes the unused operand inside the plain ones for uninitialised.
+  constexpr __mmask16 kAll = 0xffff;
+  if constexpr (G == 2) {
+    const __m128d pair = _mm_load_sd(reinterpret_cast<const double*>(p));
+    return _mm512_castpd_ps(_mm512_maskz_broadcastsd_pd(static_cast<__mmask8>(kAll), pair));
+  }
+  if constexpr (G == 4) return _mm512_maskz_broadcast_f32x4(kAll, _mm_loadu_ps(p));
+  if constexpr (G == 8) return _mm512_maskz_broadcast_f32x8(kAll, _mm256_loadu_ps(p));
+}
+
 #include "cpu/kernels.inc"
 
 }  // namespace

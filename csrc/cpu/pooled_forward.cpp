@@ -8,19 +8,15 @@
 #include "cpu/partition.h"
 #include "cpu/pooled_rows.h"
 #include "cpu/prefix_products.h"
+#include "cpu/row_sinks.h"
 
 namespace flowtt::cpu {
 namespace {
 
 constexpr int64_t kFlowBlock = 4;   // flows whose prefix products are made at once
 constexpr int64_t kRowBlock = 8;    // rows of a flow made at once
+constexpr int64_t kPrefetch = 16;   // rows between asking for memory and using it
 constexpr int64_t kSumBlock = 128;  // rows of a bag summed at once
-
-// What to do with the distinct rows.
-enum class Destination {
-  kBags,  // every bag has at most one lookup: write a row to the bags that look it up
-  kRows,  // keep the rows, to be pooled when all are there
-};
 
 bool has_one_lookup_bags(const Executor& executor, const Batch& batch) {
   const int64_t bags = batch.num_bags();
@@ -45,7 +41,6 @@ class Forward {
   Forward(const Executor& executor, const Lookup<T>& lookup, T* output)
       : executor_(executor),
         lookup_(lookup),
-        plan_(lookup.plan),
         kernels_(kernels<T>()),
         output_(output),
         pooled_(lookup.tables.size(), lookup.batch, lookup.total_dim),
@@ -61,14 +56,18 @@ class Forward {
 
   void run() {
     if (has_one_lookup_bags(executor_, lookup_.batch)) {
-      destination_ = Destination::kBags;
       if (lookup_.batch.num_lookups < lookup_.batch.num_bags()) clear_empty_bags();
-      make_rows();
+      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t) {
+        make_rows_of(segment, begin, end, BagSink<T>(kernels_, lookup_, pooled_, segment.table, output_));
+      });
     } else {
-      destination_ = Destination::kRows;
       rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
-      row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(plan_.num_lookups));
-      make_rows();
+      row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(lookup_.plan.num_lookups));
+      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t place) {
+        make_rows_of(
+            segment, begin, end,
+            BufferSink<T>(lookup_, segment.table, segment.row_begin, rows_.data() + place, row_of_lookup_.data()));
+      });
       pool_rows();
     }
   }
@@ -87,7 +86,9 @@ class Forward {
     });
   }
 
-  void make_rows() {
+  // Calls body(segment, begin, end, place of the segment's rows in `rows_`) for ranges of flows of equal cost.
+  template <class Body>
+  void make_rows(const Body& body) {
     std::vector<Cost> costs;
     for (const Table& table : lookup_.tables) {
       const Geometry g(table, kernels_.rank_multiple);
@@ -95,83 +96,62 @@ class Forward {
       costs.push_back(
           {left / 30 + 60, static_cast<double>(g.c_size() * g.q) / 28 + 30, static_cast<double>(g.dim) / 8 + 4});
     }
-    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, plan_);
+    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan);
     executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
       for (size_t s = 0; s < segments_.size(); ++s) {
         const int64_t begin = std::max(cuts[task], segments_[s].flow_begin);
         const int64_t end = std::min(cuts[task + 1], segments_[s].flow_end);
-        if (begin < end) make_rows_of(s, begin, end);
+        if (begin < end) body(segments_[s], begin, end, segment_rows_[s]);
       }
     });
   }
 
   // Rows of flows [begin, end) of a segment.
-  void make_rows_of(size_t s, int64_t begin, int64_t end) const {
-    const Segment& segment = segments_[s];
+  template <class Sink>
+  void make_rows_of(const Segment& segment, int64_t begin, int64_t end, const Sink& sink) const {
+    const FlowPlan& plan = lookup_.plan;
     const Table& table = lookup_.tables[segment.table];
     const Geometry geometry(table, kernels_.rank_multiple);
     const RowShape shape = geometry.row_shape();
     const RowKernels<T> row_kernels = kernels_.rows(shape);
     const T* last_core = lookup_.weights + table.core_offset[table.last()];
     const int64_t last_size = table.slice_size(table.last());
-    PrefixProducts<T> products(kernels_, lookup_.weights, table, geometry, kFlowBlock);
+    const int64_t last_mask = table.digit_mask[table.last()];
+    const auto last_slice = [=](int64_t key) { return last_core + (key & last_mask) * last_size; };
+    PrefixProducts<T> products(kernels_, lookup_.weights, table, geometry, kFlowBlock, kFlowBlock);
     const Buffer<T> spare(static_cast<size_t>(kRowBlock * geometry.dim));
+    const Buffer<T> scratch(static_cast<size_t>(geometry.scratch_size()));
 
-    int64_t owner = -1;
+    const int64_t last_row = plan.flow_starts[end];
+    const auto key_of = [&](int64_t flow) { return plan.row_keys[plan.flow_starts[flow]]; };
+    int64_t prefetched = plan.flow_starts[begin], owner_end = begin;
     for (int64_t flow = begin; flow < end;) {
-      const int64_t n = flows_of_owner(table, plan_, flow, end, kFlowBlock);
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t key = plan_.row_keys[plan_.flow_starts[flow + i]];
-        if (i == 0 && table.owner_key(key) != owner) {
-          owner = table.owner_key(key);
-          products.set_owner(key);
-        }
-        products.set_left(i, key);
+      if (flow == owner_end) {
+        owner_end = end_of_owner(table, plan, flow, end);
+        products.set_owner(key_of(flow), owner_end - flow, owner_end < end ? key_of(owner_end) : -1);
       }
-      products.multiply(n);
+      const int64_t n = std::min(kFlowBlock, owner_end - flow);
+      for (int64_t i = 0; i < n; ++i) products.set_left(i, key_of(flow + i));
+      products.multiply(0, n);
       for (int64_t i = 0; i < n; ++i) {
-        const int64_t row_end = plan_.flow_starts[flow + i + 1];
-        for (int64_t row = plan_.flow_starts[flow + i]; row < row_end; row += kRowBlock) {
+        const int64_t row_end = plan.flow_starts[flow + i + 1];
+        for (int64_t row = plan.flow_starts[flow + i]; row < row_end; row += kRowBlock) {
           const int64_t count = std::min(kRowBlock, row_end - row);
+          for (const int64_t ahead = std::min(row + count + kPrefetch, last_row); prefetched < ahead; ++prefetched) {
+            prefetch(last_slice(plan.row_keys[prefetched]), last_size);
+            sink.prefetch_row(prefetched);
+          }
           const T* last[kRowBlock];
           T* out[kRowBlock];
           for (int64_t j = 0; j < count; ++j) {
-            last[j] = last_core + table.digit(plan_.row_keys[row + j], table.last()) * last_size;
-            out[j] = place(s, row + j, spare.data() + j * geometry.dim);
+            last[j] = last_slice(plan.row_keys[row + j]);
+            out[j] = sink.place(row + j, spare.data() + j * geometry.dim);
           }
-          row_kernels.forward(shape, products.c(i), count, last, out);
-          for (int64_t j = 0; j < count; ++j) deliver(segment.table, geometry.dim, row + j, out[j]);
+          row_kernels.forward(shape, products.c(i), count, last, out, scratch.data());
+          for (int64_t j = 0; j < count; ++j) sink.deliver(row + j, out[j]);
         }
       }
       flow += n;
-    }
-  }
-
-  // Where a row is to be made: at its final place if it has but one, and needs no factor.
-  T* place(size_t s, int64_t row, T* spare) const {
-    const Segment& segment = segments_[s];
-    if (destination_ == Destination::kRows) {
-      return rows_.data() + segment_rows_[s] + (row - segment.row_begin) * lookup_.tables[segment.table].dim;
-    }
-    const int64_t first = plan_.row_starts[row];
-    if (lookup_.per_sample_weights != nullptr || plan_.row_starts[row + 1] - first > 1) return spare;
-    return output_ + pooled_.offset(segment.table, plan_.bags[plan_.lookups[first]]);
-  }
-
-  void deliver(int64_t table, int64_t dim, int64_t row, const T* made) const {
-    const int64_t end = plan_.row_starts[row + 1];
-    for (int64_t i = plan_.row_starts[row]; i < end; ++i) {
-      const int32_t lookup = plan_.lookups[i];
-      if (destination_ == Destination::kRows) {
-        row_of_lookup_[lookup] = static_cast<int32_t>(row);
-        continue;
-      }
-      T* out = output_ + pooled_.offset(table, plan_.bags[lookup]);
-      if (lookup_.per_sample_weights != nullptr) {
-        kernels_.scale_row(dim, lookup_.per_sample_weights[lookup], made, out);
-      } else if (out != made) {
-        std::copy(made, made + dim, out);
-      }
     }
   }
 
@@ -214,19 +194,18 @@ class Forward {
       } while (at < lookups_end);
       const int64_t length = lookups_end - lookups;
       if (lookup_.pooling_mode == PoolingMode::kMean && length > 1) {
-        kernels_.scale_row(dim, T(1) / static_cast<T>(length), out, out);
+        const T scale = T(1) / static_cast<T>(length);
+        kernels_.spread_row(1, &out, &scale, dim, out);
       }
     }
   }
 
   const Executor& executor_;
   const Lookup<T>& lookup_;
-  const FlowPlan& plan_;
   const Kernels<T>& kernels_;
   T* output_;
   const PooledRows pooled_;
   const std::vector<Segment> segments_;
-  Destination destination_ = Destination::kBags;
   std::vector<int64_t> segment_rows_;  // where the rows of each segment start in `rows_`
   int64_t size_of_rows_ = 0;
   Buffer<T> rows_;                 // every distinct row

@@ -1,0 +1,101 @@
+// Where distinct rows go.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "cpu/pooled_forward.h"
+#include "cpu/pooled_rows.h"
+#include "cpu/prefetch.h"
+
+namespace flowtt::cpu {
+
+// For batches whose bags have at most one lookup: rows are written to the bags that look them up.
+template <class T>
+class BagSink {
+ public:
+  BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, int64_t table, T* output)
+      : kernels_(kernels),
+        pooled_(pooled),
+        row_starts_(lookup.plan.row_starts),
+        lookups_(lookup.plan.lookups),
+        bags_(lookup.plan.bags),
+        factors_(lookup.per_sample_weights),
+        table_(table),
+        dim_(lookup.tables[table].dim),
+        output_(output) {}
+
+  FLOWTT_PREFETCHING void prefetch_row(int64_t row) const { prefetch(bag_of(row_starts_[row]), dim_); }
+
+  // Where a row is to be made: at its final place if it has but one and needs no factor, else in `spare`.
+  T* place(int64_t row, T* spare) const {
+    const int64_t first = row_starts_[row];
+    return factors_ == nullptr && row_starts_[row + 1] - first == 1 ? bag_of(first) : spare;
+  }
+
+  // Takes a row that was made at `made`.
+  void deliver(int64_t row, const T* made) const {
+    constexpr int64_t kBlock = 16;
+    const int64_t end = row_starts_[row + 1];
+    int64_t at = row_starts_[row];
+    if (factors_ == nullptr && end - at == 1) return;
+    T* bags[kBlock];
+    T factors[kBlock];
+    for (; at < end; at += kBlock) {
+      const int64_t n = std::min(kBlock, end - at);
+      for (int64_t i = 0; i < n; ++i) {
+        bags[i] = bag_of(at + i);
+        prefetch(bags[i], dim_);
+        if (factors_ != nullptr) factors[i] = factors_[lookups_[at + i]];
+      }
+      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, made);
+    }
+  }
+
+ private:
+  // Output of the lookup that is number i in key order.
+  T* bag_of(int64_t i) const { return output_ + pooled_.offset(table_, bags_[lookups_[i]]); }
+
+  const Kernels<T>& kernels_;
+  const PooledRows& pooled_;
+  const int32_t* row_starts_;
+  const int32_t* lookups_;
+  const int32_t* bags_;
+  const T* factors_;
+  const int64_t table_, dim_;
+  T* output_;
+};
+
+// For other batches: rows are kept, to be pooled when all are there.
+template <class T>
+class BufferSink {
+ public:
+  // Rows from `first_row` on are kept at `rows`; `row_of_lookup` [num_lookups] takes the number of each lookup's row.
+  BufferSink(const Lookup<T>& lookup, int64_t table, int64_t first_row, T* rows, int32_t* row_of_lookup)
+      : row_starts_(lookup.plan.row_starts),
+        lookups_(lookup.plan.lookups),
+        dim_(lookup.tables[table].dim),
+        first_row_(first_row),
+        rows_(rows),
+        row_of_lookup_(row_of_lookup) {}
+
+  FLOWTT_PREFETCHING void prefetch_row(int64_t row) const { prefetch(place(row, nullptr), dim_); }
+
+  T* place(int64_t row, T*) const { return rows_ + (row - first_row_) * dim_; }
+
+  void deliver(int64_t row, const T*) const {
+    for (int64_t i = row_starts_[row]; i < row_starts_[row + 1]; ++i) {
+      row_of_lookup_[lookups_[i]] = static_cast<int32_t>(row);
+    }
+  }
+
+ private:
+  const int32_t* row_starts_;
+  const int32_t* lookups_;
+  const int64_t dim_, first_row_;
+  T* rows_;
+  int32_t* row_of_lookup_;
+};
+
+}  // namespace flowtt::cpu
