@@ -7,7 +7,7 @@ torchx run -s local_cwd dist.ddp -j 1x2 --script train_dlrm.py -- --config confi
 
 import sys
 
-from flowtt_torchrec.training.job import main
+from flowtt_torchrec.training.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -109,7 +109,6 @@ def measure(actions: Mapping[str, Action], effort: Effort) -> Measurement:
         return elapsed
 
     result = Measurement({name: [] for name in actions})
-    gc.collect()
     gc.disable()
     try:
         estimates = {}

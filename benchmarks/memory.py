@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -29,6 +30,9 @@ CONTENDERS: dict[str, Callable[[TTSpec], Contender]] = {
     "nn_embedding_bag": lambda spec: DenseEmbeddingBag([spec]),
 }
 STEPS = 3
+# glibc then returns memory when it is freed, so that the peak counts what is alive, not what malloc keeps for later and
+# not what was freed before the steps and is used again by them.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def measure_peak(contender: str, workload: Workload, threads: int) -> Peak:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", json.dumps(request)],
         cwd=Path(__file__).parent.parent,
+        env=os.environ | _MALLOC,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

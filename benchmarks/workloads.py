@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowtt_torchrec.datasets.zipf import ZipfMandelbrot
 from flowtt_torchrec.spec import TTSpec
 
 # Hot ids of a Zipf law are the smallest row numbers, so they share prefixes: the best case for a tensor train, and what
@@ -60,6 +59,9 @@ def draw_ids(distribution: str, rows: int, count: int, seed: int) -> Tensor:
         start = int(rng.integers(rows))
         ids = scatter((start + np.arange(count)) % rows, rows)
     else:
+        # Imports torchrec, which takes seconds; processes that measure memory do without.
+        from flowtt_torchrec.datasets.zipf import ZipfMandelbrot
+
         law, exponent = distribution.split("_")
         ids = ZipfMandelbrot(rows, float(exponent)).sample(rng.random(count)).astype(np.int64)
         if law == "scattered":

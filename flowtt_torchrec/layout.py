@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowtt_torchrec.spec import MAX_CORES, TTSpec
 
-KEY_BITS = 63  # keys are non-negative int64
+KEY_BITS = 62  # in an int64, with room for the number after the last key
 
 # Columns of a row of TTLayout.tables. Cores that a table does not have: p = q = r = 1, offsets and shifts 0.
 TABLE_COLUMNS = 32
@@ -50,7 +50,7 @@ class TTLayout:
 
     Raises:
         ValueError: if there is no table or feature, names repeat, a feature's table does not exist, or keys would need
-            more than 63 bits.
+            more than 62 bits.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
-from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
+from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode, check_rows
 
 _ops = torch.ops.flowtt
 
@@ -26,7 +26,7 @@ def flow_plan(
     flow: Flow = Flow.PREFIX,
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
 ) -> FlowPlan:
-    return FlowPlan(
+    plan = FlowPlan(
         *_ops.flow_plan(
             layout.tables,
             layout.table_names,
@@ -37,6 +37,11 @@ def flow_plan(
             int(bounds_check_mode),
         )
     )
+    # Only this mode waits for the plan: the library has no way to warn.
+    if bounds_check_mode == BoundsCheckMode.WARNING and int(plan.counts[2]):
+        batch_size = (offsets.numel() - 1) // layout.num_features
+        check_rows(layout, indices, plan.bags.long(), batch_size, bounds_check_mode)
+    return plan
 
 
 def pooled_forward(

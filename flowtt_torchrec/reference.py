@@ -2,7 +2,8 @@
 
 Works on any device and in any floating-point type. A batch is grouped by the *flow plan*: lookups are sorted by key
 (see `flowtt_torchrec.layout`), equal rows are taken together, and rows that share a prefix (all digits but the last)
-form a *flow*, whose prefix product is computed once.
+form a *flow*, whose prefix product is computed once. Gathers are ``index_select``, whose gradient, unlike that of
+indexing, is summed in a fixed order on the CPU.
 
 The functions take the same arguments and return the same values as those of `flowtt_torchrec.native`.
 """
@@ -85,9 +86,7 @@ def flow_plan(
     count, device = indices.numel(), indices.device
     batch_size = _check_offsets(layout, count, offsets)
     bags = torch.arange(offsets.numel() - 1, device=device).repeat_interleave(offsets.diff(), output_size=count)
-    features = torch.div(bags, max(batch_size, 1), rounding_mode="floor")
-    tables = layout.features.to(device)[features, 0]
-    rows, invalid = _check_rows(layout, indices.long(), features, tables, bounds_check_mode)
+    tables, rows, invalid = check_rows(layout, indices, bags, batch_size, bounds_check_mode)
     keys = layout.keys(tables, rows)
 
     if flow == Flow.DIRECT:
@@ -141,12 +140,12 @@ def pooled_forward(
         if table not in table_rows:
             of_table, own_flows = row_tables == table, flow_tables == table
             prefixes = _prefix_products(cores[table], flow_digits[own_flows])
-            shared = prefixes[(own_flows.cumsum(0) - 1)[flow_of_row[of_table]]]
+            shared = prefixes.index_select(0, (own_flows.cumsum(0) - 1)[flow_of_row[of_table]])
             rows = _rows(cores[table], shared, row_digits[of_table])
             table_rows[table] = rows, of_table.cumsum(0) - 1
         rows, place = table_rows[table]
         of_feature = slice(ends[feature], ends[feature + 1])
-        contributions = rows[place[row_of_lookup[of_feature]]] * factors[of_feature, None]
+        contributions = rows.index_select(0, place[row_of_lookup[of_feature]]) * factors[of_feature, None]
         pooled = weights.new_zeros(batch_size, rows.shape[1])
         outputs.append(pooled.index_add(0, plan.bags[of_feature].long() - feature * batch_size, contributions))
     return torch.cat(outputs, dim=1)
@@ -247,11 +246,14 @@ def _check_offsets(layout: TTLayout, count: int, offsets: Tensor) -> int:
     return bags // features
 
 
-def _check_rows(
-    layout: TTLayout, rows: Tensor, features: Tensor, tables: Tensor, mode: BoundsCheckMode
-) -> tuple[Tensor, int]:
-    """Returns the row numbers, those out of range replaced by 0, and how many were."""
-    limits = layout.tables.to(rows.device)[tables, NUM_EMBEDDINGS]
+def check_rows(
+    layout: TTLayout, indices: Tensor, bags: Tensor, batch_size: int, mode: BoundsCheckMode
+) -> tuple[Tensor, Tensor, int]:
+    """Returns the table and row of each lookup, rows out of range replaced by 0, and how many of those there are."""
+    features = torch.div(bags, max(batch_size, 1), rounding_mode="floor")
+    tables = layout.features.to(indices.device)[features, 0]
+    limits = layout.tables.to(indices.device)[tables, NUM_EMBEDDINGS]
+    rows = indices.long()
     out_of_range = (rows < 0) | (rows >= limits)
     invalid = int(out_of_range.sum())
     if invalid and mode != BoundsCheckMode.IGNORE:
@@ -262,8 +264,8 @@ def _check_rows(
         )
         if mode == BoundsCheckMode.FATAL:
             raise RuntimeError(message)
-        warnings.warn(f"{message}. {invalid} such indices in this call are looked up as row 0", stacklevel=2)
-    return rows.masked_fill(out_of_range, 0), invalid
+        warnings.warn(f"{message}. In this call {invalid} such indices are looked up as row 0", stacklevel=2)
+    return tables, rows.masked_fill(out_of_range, 0), invalid
 
 
 def _starts(sizes: Tensor, count: int) -> Tensor:
@@ -294,13 +296,14 @@ def _lookup_factors(
 
 def _prefix_products(cores: list[Tensor], digits: Tensor) -> Tensor:
     """``G_1[i_1] ... G_{d-1}[i_{d-1}]`` for digits ``[n, MAX_CORES]``, as ``[n, q_1 ... q_{d-1}, r_{d-1}]``."""
-    product = cores[0][digits[:, 0]].flatten(1, 2)
+    product = cores[0].index_select(0, digits[:, 0]).flatten(1, 2)
     for k, core in enumerate(cores[1:-1], start=1):
-        product = torch.einsum("nar,nrqs->naqs", product, core[digits[:, k]]).flatten(1, 2)
+        slices = core.index_select(0, digits[:, k])
+        product = torch.einsum("nar,nrqs->naqs", product, slices).flatten(1, 2)
     return product
 
 
 def _rows(cores: list[Tensor], prefixes: Tensor, digits: Tensor) -> Tensor:
     """Rows ``[n, embedding_dim]`` from the prefix product of each, and its last digit."""
-    last = cores[-1].squeeze(3)[digits[:, len(cores) - 1]]
+    last = cores[-1].squeeze(3).index_select(0, digits[:, len(cores) - 1])
     return torch.einsum("nar,nrq->naq", prefixes, last).flatten(1)

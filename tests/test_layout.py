@@ -86,15 +86,13 @@ def test_bits_for():
     assert [bits_for(p) for p in (1, 2, 3, 4, 5, 8, 9, 256, 257)] == [0, 1, 2, 2, 3, 3, 4, 8, 9]
 
 
-def test_keys_use_up_to_63_bits():
-    p = (2**21, 2**21, 2**21)
-    spec = TTSpec(2**63 - 1, 1, p, (1, 1, 1), (1, 1))
+def test_keys_use_up_to_62_bits():
+    spec = TTSpec(2**62, 1, (2**21, 2**20, 2**21), (1, 1, 1), (1, 1))
     layout = TTLayout([spec], ["wide"])
-    last = torch.tensor([2**63 - 2])
-    tables, digits = layout.split_keys(layout.keys(torch.tensor([0]), last))
+    tables, digits = layout.split_keys(layout.keys(torch.tensor([0]), torch.tensor([2**62 - 2])))
     assert tables.tolist() == [0]
-    assert digits.tolist() == [[2**21 - 1, 2**21 - 1, 2**21 - 2, 0]]
-    with pytest.raises(ValueError, match=r"table 'wide' has p .* 63 bits; with 1 bits for 2 tables"):
+    assert digits.tolist() == [[2**21 - 1, 2**20 - 1, 2**21 - 2, 0]]
+    with pytest.raises(ValueError, match=r"table 'wide' has p .* 62 bits; with 1 bits for 2 tables"):
         TTLayout([spec, spec], ["wide", "other"])
 
 

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from tt_samples import (
     BACKENDS,
     assert_near,
+    groups,
     layout_of,
     mixed_layout,
+    offsets_of,
     random_batch,
     random_weights,
 )
@@ -19,28 +21,107 @@ from flowtt_torchrec import native, ops
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_native_equals_reference_for_any_batch(data):
-    layout = mixed_layout()
+@settings(max_examples=150, deadline=None)
+@given(groups(), st.data())
+def test_native_equals_reference_for_any_shapes_and_batch(layout, data):
     batch_size = data.draw(st.integers(0, 20))
     indices, offsets = random_batch(layout, batch_size, data.draw(st.integers(0, 12)), data.draw(st.integers(0, 99)))
-    pooling = data.draw(st.sampled_from(["sum", "mean"]))
-    optimizer = OptimizerSpec(data.draw(st.sampled_from(KINDS)), 0.1, weight_decay=data.draw(st.sampled_from([0, 0.1])))
-    flow = data.draw(st.sampled_from(["prefix", "unique", "direct"]))
-    grad_output = torch.randn(batch_size, layout.total_dim, dtype=torch.float64)
+    pooling, flow = (
+        data.draw(st.sampled_from(["sum", "mean"])),
+        data.draw(st.sampled_from(["prefix", "unique", "direct"])),
+    )
+    optimizer = OptimizerSpec(data.draw(st.sampled_from(KINDS)), 0.1, 1e-3, data.draw(st.sampled_from([0.0, 0.1])))
+    dtype, tolerance = data.draw(st.sampled_from([(torch.float64, 1e-9), (torch.float32, 3e-3)]))
+    weighted = data.draw(st.booleans())
+    grad_output = torch.randn(batch_size, layout.total_dim, dtype=dtype)
     results = []
     for backend in BACKENDS:
-        weights = random_weights(layout).requires_grad_()
-        state = init_state(layout, optimizer.kind, dtype=torch.float64)
+        weights = random_weights(layout, dtype).requires_grad_()
+        generator = torch.Generator().manual_seed(0)
+        factors = torch.rand(indices.numel(), dtype=dtype, generator=generator).requires_grad_() if weighted else None
+        state = init_state(layout, optimizer.kind, dtype=dtype)
         with ops.use_backend(backend):
             output = ops.fused_lookup(
-                weights, layout, indices, offsets, optimizer=optimizer, state=state, pooling=pooling, flow=flow
-            )
+                weights, layout, indices, offsets,
+                optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling, flow=flow,
+            )  # fmt: skip
         output.backward(grad_output)
-        results.append([output.detach(), weights.detach(), *state.values()])
+        grads = [factors.grad] if weighted else []
+        results.append([output.detach(), weights.detach(), *state.values(), *grads])
     for expected, actual in zip(*results):
-        assert_near(actual, expected, 1e-9)
+        assert_near(actual, expected, tolerance)
+
+
+@pytest.fixture(scope="module")
+def large_batch():
+    """Enough lookups that every stage is shared between threads, ids both scattered and crowded."""
+    layout = layout_of("three_cores", "rank_32", "odd", "two_cores", feature_tables=[1, 0, 1, 2, 3])
+    batch_size = 4_000
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, (layout.num_features, batch_size), generator=generator)
+    lengths[3] = torch.where(torch.arange(batch_size) == 17, 3_000, 0)
+    indices = torch.rand(int(lengths.sum()), generator=generator)
+    indices[1::2] = indices[1::2] ** 20
+    rows = torch.tensor([layout.specs[table].num_embeddings for table in layout.feature_tables])
+    indices = (indices * rows.repeat_interleave(lengths.sum(1))).long()
+    batch = layout, indices, offsets_of(lengths.flatten())
+    with ops.use_backend("reference"):
+        return batch, forward_backward_and_step(*batch, torch.float64, "prefix")
+
+
+def forward_backward_and_step(layout, indices, offsets, dtype, flow):
+    weights = random_weights(layout, dtype).requires_grad_()
+    output = ops.lookup(weights, layout, indices, offsets, pooling="mean", flow=flow)
+    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.autograd.grad(output, weights, grad_output)[0]
+    optimizer = OptimizerSpec("rowwise_adagrad", 0.01, weight_decay=0.1)
+    state = init_state(layout, optimizer.kind, dtype=dtype)
+    fused = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state, flow=flow)
+    fused.backward(grad_output)
+    return [output.detach(), grad, weights.detach(), state["momentum1"]]
+
+
+@pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+def test_any_instruction_set(large_batch, instructions, monkeypatch):
+    (layout, indices, offsets), expected = large_batch
+    monkeypatch.setenv("FLOWTT_CPU_ISA", instructions)
+    with ops.use_backend("native"):
+        try:
+            torch.ops.flowtt.cpu_isa()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        assert torch.ops.flowtt.cpu_isa() == instructions
+        for value, right in zip(forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix"), expected):
+            assert_near(value, right, 2e-5)
+        layout = mixed_layout()
+        indices, offsets = random_batch(layout, batch_size=40, longest=8)
+        values = forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix")
+    with ops.use_backend("reference"):
+        expected = forward_backward_and_step(layout, indices, offsets, torch.float64, "prefix")
+    for value, right in zip(values, expected):
+        assert_near(value, right, 2e-5)
+
+
+def test_unknown_instruction_set(monkeypatch):
+    monkeypatch.setenv("FLOWTT_CPU_ISA", "sse9")
+    with ops.use_backend("native"), pytest.raises(RuntimeError, match=r"FLOWTT_CPU_ISA=sse9 is unknown; known: .*base"):
+        ops.flow_plan(layout_of("tiny"), torch.tensor([1]), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(large_batch, flow, threads):
+    batch, expected = large_batch
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ops.use_backend("native"):
+            first, second = (forward_backward_and_step(*batch, torch.float32, flow) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    for value, again, right in zip(first, second, expected):
+        assert torch.equal(value, again)
+        assert_near(value, right, 2e-5)
 
 
 def opcheck_arguments():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 
 import pytest
@@ -20,8 +21,11 @@ from tt_samples import (
 )
 
 from flowtt_torchrec import ops
+from flowtt_torchrec.cores import tt_rows
+from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.ops import BoundsCheckMode
 from flowtt_torchrec.optimizers import OptimizerSpec, init_state
+from flowtt_torchrec.spec import TTSpec
 
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
@@ -87,6 +91,34 @@ def test_one_row_ten_thousand_times(backend, pooling):
     indices[5_000] = 3
     with ops.use_backend(backend):
         check(layout_of("three_cores"), indices, torch.tensor([0, 4_000, 10_000]), pooling=pooling, tolerance=1e-4)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TTSpec(4_000_000_000, 8, (1500, 1700, 1600), (2, 2, 2), (2, 2)),
+        TTSpec(2**54, 4, (2**18, 2**18, 2**18), (1, 2, 2), (1, 2)),
+    ],
+    ids=["keys_over_32_bits", "rows_over_52_bits"],
+)
+def test_huge_tables(backend, spec):
+    """Checked against rows made one by one."""
+    layout = TTLayout([spec, SPECS["tiny"]], ["huge", "tiny"])
+    weights = random_weights(layout).requires_grad_()
+    huge = torch.randint(spec.num_embeddings, (40,), generator=torch.Generator().manual_seed(0))
+    last = spec.num_embeddings - 1
+    huge[:8] = torch.tensor([0, last, 1, last, 2**31, 2**32 - 300_000_000, spec.p[-1], 0])
+    tiny = torch.arange(20) % 7
+    cores = layout.core_views(weights)
+    expected = torch.cat([tt_rows(cores[0], huge).view(20, 2, -1).sum(1), tt_rows(cores[1], tiny)], dim=1)
+    grad_output = torch.randn(expected.shape, dtype=torch.float64)
+    with ops.use_backend(backend):
+        offsets = torch.cat([torch.arange(0, 40, 2), torch.arange(40, 61)])
+        output = ops.lookup(weights, layout, torch.cat([huge, tiny]), offsets)
+        assert_near(output, expected)
+        grads = [torch.autograd.grad(value, weights, grad_output)[0] for value in (output, expected)]
+        assert_near(*grads)
 
 
 @both_backends
@@ -180,8 +212,8 @@ def test_gradients_only_where_asked(backend):
 @both_backends
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradcheck(backend, pooling):
-    layout = layout_of("two_cores", "three_cores", feature_tables=[1, 0])
-    indices, offsets = torch.tensor([7, 99, 7, 22, 0]), torch.tensor([0, 2, 3, 5, 5])
+    layout = layout_of("one_row", "tiny", feature_tables=[1, 0])
+    indices, offsets = torch.tensor([5, 6, 5, 0, 0]), torch.tensor([0, 2, 3, 5, 5])
     inputs = random_weights(layout).requires_grad_(), torch.rand(5, dtype=torch.float64, requires_grad=True)
     with ops.use_backend(backend):
         assert torch.autograd.gradcheck(
@@ -253,6 +285,25 @@ def test_indices_out_of_range(backend):
             mode = BoundsCheckMode.IGNORE
             assert ops.flow_plan(layout, indices, offsets, bounds_check_mode=mode).counts[2] == 1
             assert torch.equal(ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode), expected)
+
+
+@both_backends
+def test_warning_names_the_first_bad_index_and_counts_them(backend):
+    layout = mixed_layout()
+    lengths = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 0])
+    indices, offsets = torch.tensor([342, 23, 100, -1]), offsets_of(lengths)
+    weights = random_weights(layout)
+    mode = BoundsCheckMode.WARNING
+    with ops.use_backend(backend):
+        message = r"index 23 at position 1 .*feature 1, table 'two_cores'.*0 to 22.* 3 such"
+        with pytest.warns(UserWarning, match=message) as caught:
+            output = ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode)
+        assert len(caught) == 1
+        zeroed = torch.tensor([342, 0, 0, 0])
+        assert torch.equal(output, ops.lookup(weights, layout, zeroed, offsets))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ops.lookup(weights, layout, zeroed, offsets, bounds_check_mode=mode)
 
 
 @both_backends

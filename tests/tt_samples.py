@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ SPECS = {
     "rank_32": TTSpec(1000, 64, (10, 10, 10), (4, 4, 4), (32, 32)),
     "odd": TTSpec(343, 105, (7, 7, 7), (3, 5, 7), (7, 9)),
     "factors_of_one": TTSpec(17, 4, (1, 5, 4), (1, 4, 1), (1, 3)),
+    "tiny": TTSpec(7, 4, (2, 2, 2), (2, 1, 2), (2, 2)),
     "one_row": TTSpec(1, 4, (1, 1), (2, 2), (2,)),
 }
 
@@ -31,8 +33,31 @@ def layout_of(*names: str, feature_tables: list[int] | None = None) -> TTLayout:
 
 
 def mixed_layout() -> TTLayout:
-    """All sample tables; some features share a table, and one table has no feature."""
-    return layout_of(*SPECS, feature_tables=[5, 0, 1, 2, 1, 4, 6, 7, 0])
+    """All sample tables; some features share a table, and some tables have no feature."""
+    return layout_of(*SPECS, feature_tables=[5, 0, 1, 2, 1, 4, 6, 8, 0])
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TTLayout:
+    """Any few tables of any shapes, some with several features, some with none."""
+    specs = []
+    for _ in range(draw(st.integers(1, 3))):
+        d = draw(st.integers(2, 4))
+        p = tuple(draw(st.lists(st.integers(1, 6), min_size=d, max_size=d)))
+        q = tuple(draw(st.lists(st.integers(1, 4), min_size=d, max_size=d)))
+        addressable, dim = int(torch.tensor(p).prod()), int(torch.tensor(q).prod())
+        rank = draw(st.integers(1, 6))
+        ranks, bound = [], 1
+        for k in range(d - 1):
+            bound = min(bound * p[k] * q[k], rank)
+            ranks.append(bound)
+        bound = 1
+        for k in range(d - 1, 0, -1):
+            bound = min(bound * p[k] * q[k], ranks[k - 1])
+            ranks[k - 1] = bound
+        specs.append(TTSpec(draw(st.integers(1, addressable)), dim, p, q, tuple(ranks)))
+    features = draw(st.lists(st.integers(0, len(specs) - 1), min_size=1, max_size=4))
+    return TTLayout(specs, [f"t{t}" for t in range(len(specs))], features)
 
 
 def random_weights(layout: TTLayout, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -153,4 +153,4 @@ def _reason(error: BaseException) -> str:
     """The error in one line, without the stack that `CheckpointException` carries for each rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_reason(cause[0])}" for rank, cause in sorted(error.failures.items()))
-    return " ".join(f"{error}".split()) or type(error).__name__
+    return " ".join(f"{error}".split()).rstrip(".") or type(error).__name__

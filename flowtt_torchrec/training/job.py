@@ -1,20 +1,16 @@
-"""The whole job: from a command line to a trained model and its report."""
+"""The whole job: from settings to a trained model and its report."""
 
 from __future__ import annotations
 
 import os
-import re
-import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.datasets import DataError, Sharding
+from flowtt_torchrec.datasets import Sharding
 from flowtt_torchrec.training.checkpoint import Checkpoints
 from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show_bytes
@@ -22,65 +18,17 @@ from flowtt_torchrec.training.data import make_dataset
 from flowtt_torchrec.training.errors import CheckpointError, UserError
 from flowtt_torchrec.training.loop import History, Position, Trainer
 from flowtt_torchrec.training.model import LearningRate, build_optimizer, shard
-from flowtt_torchrec.training.options import DryRun, Invocation, parse
+from flowtt_torchrec.training.options import DryRun, Invocation
 from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs
 from flowtt_torchrec.training.quiet import quiet_libraries
 from flowtt_torchrec.training.report import build_report, show_breakdown, show_metrics, write_report
-from flowtt_torchrec.training.resume import RunState
+from flowtt_torchrec.training.resume import RunState, saved_sharding_types
 from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, host_memory, process_group
-from flowtt_torchrec.training.settings import to_yaml
 from flowtt_torchrec.training.tables import planned_tables, show_plan, show_summary
-
-_OTHERS_GRACE_SECONDS = 1.0
-_LOST_PEER_GRACE_SECONDS = 10.0
-_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout")
-_WRONG_INDEX = re.compile(r"index .* is out of range; allowed: .*")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``train_dlrm.py``; returns the exit status.
-
-    What a user can mend ends in one message, on one rank; anything else is a bug and shows its traceback. Either way
-    the process ends at once, so that torchrun can end the others.
-    """
-    try:
-        run(parse(sys.argv[1:] if arguments is None else arguments))
-    except (UserError, DataError) as error:
-        return _fail(str(error))
-    except RuntimeError as error:
-        if match := _WRONG_INDEX.search(str(error)):
-            return _fail(match[0])
-        if _LOST_PEER.search(str(error)):
-            return _fail("lost the connection to another rank, whose own message says why", _LOST_PEER_GRACE_SECONDS)
-        traceback.print_exc()
-        return _end(1)
-    except Exception:
-        traceback.print_exc()
-        return _end(1)
-    return 0
-
-
-def _fail(message: str, grace: float = _OTHERS_GRACE_SECONDS) -> int:
-    rank = int(os.environ.get("RANK", 0))
-    if rank > 0 or grace > _OTHERS_GRACE_SECONDS:
-        # Mostly rank 0 says the same, or another rank says more, and torchrun ends this one while it waits.
-        time.sleep(grace)
-    on_rank = f" on rank {rank}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    print(f"train_dlrm.py: error{on_rank}: {message}", file=sys.stderr, flush=True)
-    return _end(1)
-
-
-def _end(status: int) -> int:
-    """Ends a process that may have a process group, whose other members may be waiting, without tidying up."""
-    if dist.is_available() and dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
 
 
 def run(invocation: Invocation) -> None:
-    """Does what the command line asks for.
+    """Trains, or plans only, as the command line asks for.
 
     Raises:
         UserError: something the user gave is wrong.
@@ -88,16 +36,14 @@ def run(invocation: Invocation) -> None:
     """
     quiet_libraries()
     console = Console(enabled=int(os.environ.get("RANK", 0)) == 0)
-    if invocation.print_config:
-        console.say(to_yaml(invocation.config).rstrip())
-    elif invocation.dry_run is not None:
+    if invocation.dry_run is not None:
         if console.enabled:
             dry_run(invocation.config, invocation.dry_run, console)
-    else:
-        _check_backend()
-        threads = invocation.config.training.threads
-        with process_group(choose_device(invocation.config.training.device), threads) as runtime:
-            train(invocation, runtime, console)
+        return
+    _check_backend()
+    training = invocation.config.training
+    with process_group(choose_device(training.device), training.threads) as runtime:
+        train(invocation, runtime, console)
 
 
 def _check_backend() -> None:
@@ -160,7 +106,10 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         hbm=torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None,
         ddr=host_memory() // runtime.local_world_size,
     )
-    planning = Planning(config, train_data, machine, runtime.device)
+    saved_types = None
+    if checkpoints is not None and last_step is not None:
+        saved_types = saved_sharding_types(checkpoints.read_state(last_step))
+    planning = Planning(config, train_data, machine, runtime.device, saved_types)
     plan = planning.plan(dist.group.WORLD)
     planned = planned_tables(planning.tables, planning.specs, plan, runtime.world_size)
     if config.report.print_sharding_plan:

@@ -15,7 +15,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology, types
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from flowtt_torchrec.datasets import ClickDataset
@@ -82,12 +82,21 @@ class Planning:
         dataset: whose tables are planned.
         machine: to plan for, but for what the ``planner`` section says.
         device: where the dense layers are made.
+        saved_types: sharding type of each table in the checkpoint to continue from. Optimizer state has other names
+            for data-parallel tables, so these stay data-parallel and the others do not become so.
 
     Raises:
         ConfigError: a setting does not go with the data.
     """
 
-    def __init__(self, config: TrainConfig, dataset: ClickDataset, machine: Machine, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: ClickDataset,
+        machine: Machine,
+        device: torch.device,
+        saved_types: Mapping[str, str] | None = None,
+    ) -> None:
         self.tables = table_configs(dataset, config.model.embedding_dim)
         self.specs = choose_specs(config.compression, self.tables)
         self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
@@ -103,7 +112,9 @@ class Planning:
             stats=[EmbeddingStats(), self.compression] if config.report.print_sharding_plan else [self.compression],
             storage_reservation=FixedPercentageStorageReservation(config.planner.storage_reservation),
             constraints={
-                name: ParameterConstraints(pooling_factors=[factor])
+                name: ParameterConstraints(
+                    pooling_factors=[factor], sharding_types=_allowed_types((saved_types or {}).get(name))
+                )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
             },
         )
@@ -120,6 +131,15 @@ class Planning:
             return self._planner.collective_plan(self.model, self.sharders, group)
         except PlannerError as error:
             raise UserError(f"TorchRec's planner found no plan: {error}") from None
+
+
+def _allowed_types(saved: str | None) -> list[str] | None:
+    if saved is None:
+        return None
+    data_parallel = ShardingType.DATA_PARALLEL.value
+    if saved == data_parallel:
+        return [data_parallel]
+    return [kind.value for kind in ShardingType if kind.value != data_parallel]
 
 
 def print_planner_logs() -> None:

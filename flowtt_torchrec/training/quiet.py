@@ -12,6 +12,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces its start and stop
     # TorchRec passes an argument to DDP that torch has renamed.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    # TorchRec's state dicts still hold ShardedTensor.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     # FBGEMM's dense tables on the CPU do their autograd inside the operator.
     warnings.filterwarnings("ignore", message="fbgemm::.*an autograd kernel was not registered")
     # Said for every data-parallel table, which by nature has no sharding spec and no cache.

@@ -114,6 +114,11 @@ class RunState:
         return tensors
 
 
+def saved_sharding_types(state: Mapping[str, Any]) -> dict[str, str]:
+    """TorchRec's sharding type of each table, from a checkpoint's state."""
+    return {table["name"]: table["sharding_type"] for table in state["plan"]}
+
+
 def check_settings(path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if a setting that a run must keep is not what it was."""
     for key in _FIXED:

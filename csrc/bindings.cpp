@@ -1,0 +1,413 @@
+// The ops: schemas, checks of arguments, allocation. The only file that includes torch, and only its stable ABI.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/flow_plan.h"
+#include "cpu/isa.h"
+#include "cpu/pooled_backward.h"
+#include "cpu/pooled_forward.h"
+#include "flowtt/batch.h"
+#include "flowtt/plan.h"
+#include "flowtt/table.h"
+
+namespace flowtt {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Args>
+void check(bool condition, const Args&... message) {
+  if (condition) return;
+  std::ostringstream text;
+  (text << ... << message);
+  throw std::runtime_error(text.str());
+}
+
+const char* name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another type";
+  }
+}
+
+std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i > 0 ? ", " : "") << tensor.size(i);
+  text << ']';
+  return text.str();
+}
+
+// Checks that an argument is a contiguous CPU tensor of this shape; -1 takes any size.
+void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  check(tensor.is_cpu(), name, " must be on the CPU");
+  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
+  std::ostringstream wanted;
+  int64_t i = 0;
+  for (int64_t size : shape) {
+    same = same && (size < 0 || tensor.size(i) == size);
+    wanted << (i++ > 0 ? ", " : "");
+    size < 0 ? wanted << 'n' : wanted << size;
+  }
+  check(same, name, " must have shape [", wanted.str(), "], not ", shape_of(tensor));
+  check(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+void check_type(const char* name, const Tensor& tensor, ScalarType type) {
+  check(tensor.scalar_type() == type, name, " must be ", name_of(type), ", not ", name_of(tensor.scalar_type()));
+}
+
+Integers integers(const char* name, const Tensor& tensor) {
+  check_shape(name, tensor, {-1});
+  const ScalarType type = tensor.scalar_type();
+  check(type == ScalarType::Int || type == ScalarType::Long, name, " must be int32 or int64, not ", name_of(type));
+  return {tensor.const_data_ptr(), type == ScalarType::Long};
+}
+
+std::vector<Table> read_tables(const Tensor& tables) {
+  check_shape("tables", tables, {-1, kTableColumns});
+  check_type("tables", tables, ScalarType::Long);
+  std::vector<Table> read;
+  for (int64_t i = 0; i < tables.size(0); ++i) {
+    const Table table = read_table(tables.const_data_ptr<int64_t>() + i * kTableColumns);
+    check(2 <= table.num_cores && table.num_cores <= kMaxCores, "table ", i, " has ", table.num_cores,
+          " cores; allowed: 2 to ", kMaxCores);
+    check(i == 0 || table.table_shift == read[0].table_shift, "tables differ in their table shift");
+    read.push_back(table);
+  }
+  check(!read.empty(), "tables must have at least one row");
+  return read;
+}
+
+Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t num_lookups, size_t num_tables) {
+  check_shape("features", features, {-1, kFeatureColumns});
+  check_type("features", features, ScalarType::Long);
+  const int64_t num_features = features.size(0), bags = offsets.numel() - 1;
+  check(num_features > 0, "features must have at least one row");
+  const Integers starts = integers("offsets", offsets);
+  check(bags >= 0 && bags % num_features == 0, "offsets has ", offsets.numel(), " entries; ", num_features,
+        " features need ", num_features, " * batch_size + 1");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  check(num_lookups < kMost && bags < kMost, "a batch of ", num_lookups, " lookups in ", bags,
+        " bags is too large; allowed are fewer than ", kMost, " of each: split the batch");
+  const Batch batch{num_features, bags / num_features, num_lookups, features.const_data_ptr<int64_t>(), starts};
+  for (int64_t feature = 0; feature < num_features; ++feature) {
+    const int64_t table = batch.table(feature);
+    check(0 <= table && table < static_cast<int64_t>(num_tables), "feature ", feature, " names table ", table,
+          "; allowed: 0 to ", num_tables - 1);
+  }
+  return batch;
+}
+
+std::string table_name(const Tensor& names, int64_t table) {
+  const auto* text = names.const_data_ptr<uint8_t>();
+  std::istringstream lines(std::string(text, text + names.numel()));
+  std::string name;
+  for (int64_t i = 0; i <= table; ++i) std::getline(lines, name);
+  return name;
+}
+
+cpu::Executor torch_threads() {
+  return {static_cast<int>(torch::stable::get_num_threads()),
+          [](int64_t num_tasks, const std::function<void(int64_t)>& body) {
+            torch::stable::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t task = begin; task < end; ++task) body(task);
+            });
+          }};
+}
+
+[[noreturn]] void throw_out_of_range(const std::vector<Table>& tables, const Tensor& table_names, const Batch& batch,
+                                     const Integers& indices, int64_t position) {
+  int64_t feature = 0;
+  while (batch.start(feature + 1) <= position) ++feature;
+  const int64_t table = batch.table(feature);
+  std::ostringstream text;
+  text << "index " << indices[position] << " at position " << position << " (feature " << feature << ", table '"
+       << table_name(table_names, table) << "') is out of range; allowed: 0 to " << tables[table].num_embeddings - 1;
+  throw std::runtime_error(text.str());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
+                                                                     Tensor indices, Tensor offsets, int64_t flow,
+                                                                     int64_t bounds_check_mode) {
+  const std::vector<Table> described = read_tables(tables);
+  check_shape("table_names", table_names, {-1});
+  check_type("table_names", table_names, ScalarType::Byte);
+  const Integers rows = integers("indices", indices);
+  const int64_t n = indices.numel();
+  const Batch batch = read_batch(features, offsets, n, described.size());
+  check(0 <= flow && flow <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", flow);
+  check(0 <= bounds_check_mode && bounds_check_mode <= 2,
+        "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
+
+  const int64_t bags = batch.num_bags();
+  check(batch.offsets[0] == 0 && batch.offsets[bags] == n, "offsets must start at 0 and end at the number of indices, ",
+        n, ", but go from ", batch.offsets[0], " to ", batch.offsets[bags]);
+  const cpu::Executor executor = torch_threads();
+  if (const int64_t at = cpu::first_fall(executor, batch); at >= 0) {
+    check(false, "offsets must not decrease, but offsets[", at, "] = ", batch.offsets[at], " and offsets[", at + 1,
+          "] = ", batch.offsets[at + 1]);
+  }
+
+  const auto make = [&](int64_t size, ScalarType type) { return torch::stable::new_empty(indices, {size}, type); };
+  Tensor lookups = make(n, ScalarType::Int), bag_of_lookup = make(n, ScalarType::Int);
+  Tensor row_keys = make(n, ScalarType::Long);
+  Tensor row_starts = make(n + 1, ScalarType::Int), flow_starts = make(n + 1, ScalarType::Int);
+  Tensor counts = make(4, ScalarType::Long);
+  const FlowPlanBuffers buffers{lookups.mutable_data_ptr<int32_t>(), bag_of_lookup.mutable_data_ptr<int32_t>(),
+                                row_keys.mutable_data_ptr<int64_t>(), row_starts.mutable_data_ptr<int32_t>(),
+                                flow_starts.mutable_data_ptr<int32_t>()};
+  const auto mode = static_cast<BoundsCheckMode>(bounds_check_mode);
+  const cpu::PlanResult result =
+      cpu::make_flow_plan(executor, described, batch, rows, static_cast<Flow>(flow), mode, buffers);
+  if (result.first_invalid >= 0 && mode == BoundsCheckMode::kFatal) {
+    throw_out_of_range(described, table_names, batch, rows, result.first_invalid);
+  }
+  auto* numbers = counts.mutable_data_ptr<int64_t>();
+  numbers[0] = result.counts.num_rows;
+  numbers[1] = result.counts.num_flows;
+  numbers[2] = result.counts.num_invalid;
+  numbers[3] = 0;
+  return {lookups, bag_of_lookup, row_keys, row_starts, flow_starts, counts};
+}
+
+// Arguments that forward and backward share.
+struct PlanTensors {
+  const Tensor& lookups;
+  const Tensor& bags;
+  const Tensor& row_keys;
+  const Tensor& row_starts;
+  const Tensor& flow_starts;
+  const Tensor& counts;
+};
+
+FlowPlan read_plan(const PlanTensors& tensors) {
+  const int64_t n = tensors.lookups.numel();
+  check_shape("lookups", tensors.lookups, {n});
+  check_shape("bags", tensors.bags, {n});
+  check_shape("row_keys", tensors.row_keys, {n});
+  check_shape("row_starts", tensors.row_starts, {n + 1});
+  check_shape("flow_starts", tensors.flow_starts, {n + 1});
+  check_shape("counts", tensors.counts, {4});
+  check_type("lookups", tensors.lookups, ScalarType::Int);
+  check_type("bags", tensors.bags, ScalarType::Int);
+  check_type("row_keys", tensors.row_keys, ScalarType::Long);
+  check_type("row_starts", tensors.row_starts, ScalarType::Int);
+  check_type("flow_starts", tensors.flow_starts, ScalarType::Int);
+  check_type("counts", tensors.counts, ScalarType::Long);
+  const auto* counts = tensors.counts.const_data_ptr<int64_t>();
+  check(0 <= counts[1] && counts[1] <= counts[0] && counts[0] <= n, "counts say ", counts[0], " rows in ", counts[1],
+        " flows, which ", n, " lookups cannot have");
+  return {n,
+          counts[0],
+          counts[1],
+          tensors.lookups.const_data_ptr<int32_t>(),
+          tensors.bags.const_data_ptr<int32_t>(),
+          tensors.row_keys.const_data_ptr<int64_t>(),
+          tensors.row_starts.const_data_ptr<int32_t>(),
+          tensors.flow_starts.const_data_ptr<int32_t>()};
+}
+
+struct Problem {
+  std::vector<Table> tables;
+  Batch batch;
+  FlowPlan plan;
+  PoolingMode pooling_mode;
+  int64_t total_dim;
+
+  template <class T>
+  cpu::Lookup<T> lookup(const Tensor& weights, const std::optional<Tensor>& per_sample_weights) const {
+    return {tables,
+            batch,
+            plan,
+            weights.const_data_ptr<T>(),
+            per_sample_weights ? per_sample_weights->const_data_ptr<T>() : nullptr,
+            pooling_mode,
+            total_dim};
+  }
+};
+
+Problem read_problem(const Tensor& weights, const Tensor& tables, const Tensor& features, const Tensor& offsets,
+                     const PlanTensors& plan, const std::optional<Tensor>& per_sample_weights, int64_t total_dim,
+                     int64_t pooling_mode) {
+  std::vector<Table> described = read_tables(tables);
+  const FlowPlan grouped = read_plan(plan);
+  const Batch batch = read_batch(features, offsets, grouped.num_lookups, described.size());
+  check(0 <= pooling_mode && pooling_mode <= 1, "pooling_mode must be 0 (sum) or 1 (mean), not ", pooling_mode);
+
+  check_shape("weights", weights, {-1});
+  const ScalarType type = weights.scalar_type();
+  check(type == ScalarType::Float || type == ScalarType::Double, "weights must be float32 or float64, not ",
+        name_of(type));
+  int64_t parameters = 0;
+  for (const Table& table : described) {
+    for (int k = 0; k < table.num_cores; ++k) {
+      parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
+    }
+  }
+  check(weights.numel() == parameters, "weights must have the ", parameters, " elements that the tables describe, not ",
+        weights.numel());
+  if (per_sample_weights) {
+    check_shape("per_sample_weights", *per_sample_weights, {grouped.num_lookups});
+    check_type("per_sample_weights", *per_sample_weights, type);
+  }
+  for (int64_t feature = 0; feature < batch.num_features; ++feature) {
+    const int64_t end = batch.column(feature) + described[batch.table(feature)].dim;
+    check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
+          " of an output of ", total_dim);
+  }
+  return {std::move(described), batch, grouped, static_cast<PoolingMode>(pooling_mode), total_dim};
+}
+
+// Calls body with a value of the type of `weights`.
+template <class Body>
+void with_type(const Tensor& weights, const Body& body) {
+  weights.scalar_type() == ScalarType::Float ? body(float{}) : body(double{});
+}
+
+Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
+                      Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts,
+                      std::optional<Tensor> per_sample_weights, int64_t total_dim, int64_t pooling_mode) {
+  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  const Problem problem =
+      read_problem(weights, tables, features, offsets, plan, per_sample_weights, total_dim, pooling_mode);
+  Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim});
+  with_type(weights, [&](auto zero) {
+    using T = decltype(zero);
+    cpu::pooled_forward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
+                           output.mutable_data_ptr<T>());
+  });
+  return output;
+}
+
+// Checks `grad_output` and reads the rest.
+Problem read_backward(const Tensor& grad_output, const Tensor& weights, const Tensor& tables, const Tensor& features,
+                      const Tensor& offsets, const PlanTensors& plan, const std::optional<Tensor>& per_sample_weights,
+                      int64_t pooling_mode, bool per_sample_weights_grad) {
+  check_shape("grad_output", grad_output, {-1, -1});
+  check_type("grad_output", grad_output, weights.scalar_type());
+  Problem problem =
+      read_problem(weights, tables, features, offsets, plan, per_sample_weights, grad_output.size(1), pooling_mode);
+  check_shape("grad_output", grad_output, {problem.batch.batch_size, grad_output.size(1)});
+  check(!per_sample_weights_grad || per_sample_weights.has_value(),
+        "per_sample_weights_grad asks for the gradient of per_sample_weights, but there are none");
+  return problem;
+}
+
+std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features,
+                                           Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                                           Tensor row_starts, Tensor flow_starts, Tensor counts,
+                                           std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+                                           bool per_sample_weights_grad) {
+  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
+                                        pooling_mode, per_sample_weights_grad);
+  Tensor grad_weights = torch::stable::new_zeros(weights, weights.sizes());
+  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  with_type(weights, [&](auto zero) {
+    using T = decltype(zero);
+    cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
+                            grad_output.const_data_ptr<T>(), cpu::GradientSink<T>(grad_weights.mutable_data_ptr<T>()),
+                            per_sample_weights_grad ? grad_factors.mutable_data_ptr<T>() : nullptr);
+  });
+  return {grad_weights, grad_factors};
+}
+
+void check_momentum(const std::optional<Tensor>& momentum1, Optimizer optimizer, const Tensor& weights,
+                    const std::vector<Table>& tables) {
+  if (optimizer == Optimizer::kSgd) {
+    check(!momentum1, "momentum1 must not be given for SGD");
+    return;
+  }
+  check(momentum1.has_value(), "momentum1 must be given for ",
+        optimizer == Optimizer::kAdagrad ? "Adagrad" : "row-wise Adagrad");
+  int64_t slices = 0;
+  for (const Table& table : tables) {
+    for (int k = 0; k < table.num_cores; ++k) slices = std::max(slices, table.slice_offset[k] + table.p[k]);
+  }
+  check_shape("momentum1", *momentum1, {optimizer == Optimizer::kAdagrad ? weights.numel() : slices});
+  check_type("momentum1", *momentum1, weights.scalar_type());
+}
+
+Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1, Tensor tables,
+                              Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                              Tensor row_starts, Tensor flow_starts, Tensor counts,
+                              std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+                              bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
+                              double weight_decay) {
+  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
+                                        pooling_mode, per_sample_weights_grad);
+  check(0 <= optimizer && optimizer <= 2, "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ",
+        optimizer);
+  check_momentum(momentum1, static_cast<Optimizer>(optimizer), weights, problem.tables);
+  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  with_type(weights, [&](auto zero) {
+    using T = decltype(zero);
+    const cpu::UpdateRule<T> rule{static_cast<typename cpu::UpdateRule<T>::Kind>(optimizer),
+                                  static_cast<T>(learning_rate), static_cast<T>(eps), static_cast<T>(weight_decay)};
+    const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, weights.mutable_data_ptr<T>(),
+                                    momentum1 ? momentum1->mutable_data_ptr<T>() : nullptr);
+    cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
+                            grad_output.const_data_ptr<T>(), sink,
+                            per_sample_weights_grad ? grad_factors.mutable_data_ptr<T>() : nullptr);
+  });
+  return grad_factors;
+}
+
+std::string cpu_isa() { return cpu::instruction_set().name; }
+
+}  // namespace
+}  // namespace flowtt
+
+STABLE_TORCH_LIBRARY(flowtt, m) {
+  m.def(
+      "flow_plan(Tensor tables, Tensor table_names, Tensor features, Tensor indices, Tensor offsets, int flow, "
+      "int bounds_check_mode) -> (Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
+      "Tensor flow_starts, Tensor counts)");
+  m.def(
+      "pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
+      "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
+      "int total_dim, int pooling_mode) -> Tensor");
+  m.def(
+      "pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features, Tensor offsets, "
+      "Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, "
+      "Tensor? per_sample_weights, int pooling_mode, bool per_sample_weights_grad) "
+      "-> (Tensor grad_weights, Tensor grad_per_sample_weights)");
+  m.def(
+      "pooled_backward_update(Tensor grad_output, Tensor(a!) weights, Tensor(b!)? momentum1, Tensor tables, "
+      "Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
+      "Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, int pooling_mode, "
+      "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
+  m.def("cpu_isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
+  m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));
+  m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));
+  m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward));
+  m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa)); }

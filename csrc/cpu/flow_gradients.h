@@ -1,0 +1,274 @@
+// Gradients of the flows of one table that one task has.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "cpu/buffer.h"
+#include "cpu/geometry.h"
+#include "cpu/gradient_sink.h"
+#include "cpu/kernels.h"
+#include "cpu/outer_gradients.h"
+#include "cpu/partition.h"
+#include "cpu/pooled_forward.h"
+#include "cpu/pooled_rows.h"
+#include "cpu/prefix_products.h"
+
+namespace flowtt::cpu {
+
+// The gradient of an owner slice that other tasks have flows of, too.
+template <class T>
+struct PartialOwner {
+  int64_t segment;
+  int64_t slice;
+  Buffer<T> gradient;  // [left_rank, owner_q, rank_padded]
+};
+
+// Walks over flows in key order. With C the prefix product of a flow and g the gradient of one of its rows:
+//   grad last += C^T g,  grad C += g last^T;  then for a block of flows:  grad left = grad C * owner^T,
+//   grad owner += left^T * grad C.
+// The owner slice's gradient is complete when its last flow is done, and goes to the sink unless a neighbour task
+// shares it. Those of the outer cores stay here, to be summed over tasks.
+template <class T>
+class FlowGradients {
+ public:
+  static constexpr int64_t kFlowBlock = 8;  // flows of one owner slice taken together
+  static constexpr int64_t kRowBlock = 8;   // rows of a flow taken together
+
+  FlowGradients(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, const T* grad_output,
+                const GradientSink<T>& sink, T* grad_per_sample_weights, const Segment& segment, int64_t begin,
+                int64_t end)
+      : kernels_(kernels),
+        lookup_(lookup),
+        plan_(lookup.plan),
+        pooled_(pooled),
+        grad_output_(grad_output),
+        sink_(sink),
+        grad_per_sample_weights_(grad_per_sample_weights),
+        segment_(segment),
+        begin_(begin),
+        end_(end),
+        table_(lookup.tables[segment.table]),
+        geometry_(table_, kernels.rank_multiple),
+        shape_(geometry_.row_shape()),
+        row_kernels_(kernels.rows(shape_)),
+        outer_(table_, geometry_),
+        products_(kernels, lookup.weights, table_, geometry_, kFlowBlock),
+        row_gradients_(kRowBlock * geometry_.dim),
+        grad_c_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.c_size()),
+        grad_left_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.left_rows * geometry_.left_rank_padded),
+        owner_transposed_(geometry_.two_cores ? 0 : geometry_.owner_columns * geometry_.left_rank_padded),
+        grad_owner_(geometry_.owner_size()),
+        owner_slice_(table_.slice_size(table_.owner())),
+        made_rows_(grad_per_sample_weights == nullptr ? 0 : kRowBlock * geometry_.dim) {
+    std::fill_n(owner_transposed_.data(), owner_transposed_.size(), T(0));  // padding stays 0
+    const int64_t flows = end - begin, rows = plan_.flow_starts[end] - plan_.flow_starts[begin];
+    for (int i = 0; i < outer_.size(); ++i) {
+      const OuterCore& core = outer_[i];
+      touched_[i] = TouchedSlices<T>(table_.p[core.core], i == OuterCores::kLast ? rows : flows, core.stride());
+    }
+  }
+
+  // Does all of it, once. Shared owner slices are appended to `partial`. Returns the outer cores' gradients, in the
+  // order of OuterCores.
+  OuterGradients<T> run(int64_t segment_number, std::vector<PartialOwner<T>>* partial) {
+    for (int64_t flow = begin_; flow < end_;) {
+      const int64_t first_flow = flow;
+      const int64_t key = key_of(flow), owner = table_.owner_key(key);
+      start_owner(key);
+      bool accumulate = false;
+      while (flow < end_ && table_.owner_key(key_of(flow)) == owner) {
+        const int64_t n = flows_of_owner(table_, plan_, flow, end_, kFlowBlock);
+        take_block(flow, n, accumulate);
+        accumulate = true;
+        flow += n;
+      }
+      const bool shared = (first_flow > segment_.flow_begin && table_.owner_key(key_of(first_flow - 1)) == owner) ||
+                          (flow < segment_.flow_end && table_.owner_key(key_of(flow)) == owner);
+      const int64_t slice = table_.digit(key, table_.owner());
+      if (shared) {
+        partial->push_back({segment_number, slice, std::move(grad_owner_)});
+        grad_owner_ = Buffer<T>(static_cast<size_t>(geometry_.owner_size()));
+      } else {
+        sink_.take(table_, table_.owner(), slice, owner_gradient(geometry_, grad_owner_.data(), owner_slice_.data()));
+      }
+    }
+    return std::move(touched_);
+  }
+
+  // The gradient of an owner slice without padding, in `spare` [slice_size] if need be.
+  static const T* owner_gradient(const Geometry& g, const T* padded, T* spare) {
+    if (g.rank == g.rank_padded) return padded;
+    for (int64_t i = 0; i < g.left_rank * g.owner_q; ++i) {
+      std::copy_n(padded + i * g.rank_padded, g.rank, spare + i * g.rank);
+    }
+    return spare;
+  }
+
+ private:
+  int64_t key_of(int64_t flow) const { return plan_.row_keys[plan_.flow_starts[flow]]; }
+
+  void start_owner(int64_t key) {
+    products_.set_owner(key);
+    if (geometry_.two_cores) return;
+    kernels_.transpose(geometry_.left_rank, geometry_.owner_columns, products_.owner(), geometry_.owner_columns,
+                       owner_transposed_.data(), geometry_.left_rank_padded);
+  }
+
+  // Flows [flow, flow + n) of the current owner slice.
+  void take_block(int64_t flow, int64_t n, bool accumulate) {
+    for (int64_t i = 0; i < n; ++i) products_.set_left(i, key_of(flow + i));
+    products_.multiply(n);
+    const Geometry& g = geometry_;
+    if (g.two_cores) {  // C is the owner slice
+      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(i), grad_owner_.data(), accumulate || i > 0);
+      return;
+    }
+    for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(i), grad_c_.data() + i * g.c_size(), false);
+    const int64_t rows = n * g.left_rows;
+    kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_.data(), g.owner_columns, 1,
+                  owner_transposed_.data(), g.left_rank_padded, grad_left_.data(), g.left_rank_padded, false);
+    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(), 1, g.left_rank, grad_c_.data(), g.owner_columns,
+                  grad_owner_.data(), g.owner_columns, accumulate);
+    for (int64_t i = 0; i < n; ++i) {
+      take_left(key_of(flow + i), grad_left_.data() + i * g.left_rows * g.left_rank_padded);
+    }
+  }
+
+  // All rows of a flow: gradients of the last core, and of C to `grad_c`.
+  void take_rows(int64_t flow, const T* c, T* grad_c, bool accumulate) {
+    const T* last_core = lookup_.weights + table_.core_offset[table_.last()];
+    const OuterCore& core = outer_[OuterCores::kLast];
+    const int64_t end = plan_.flow_starts[flow + 1];
+    for (int64_t row = plan_.flow_starts[flow]; row < end; row += kRowBlock) {
+      const int64_t n = std::min(kRowBlock, end - row);
+      const T *g[kRowBlock], *copies[kRowBlock], *last[kRowBlock];
+      T *gradients[kRowBlock], *made[kRowBlock];
+      bool touched[kRowBlock];
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t digit = table_.digit(plan_.row_keys[row + i], table_.last());
+        last[i] = last_core + digit * table_.slice_size(table_.last());
+        const auto found = touched_[OuterCores::kLast].touch(digit);
+        gradients[i] = found.data;
+        touched[i] = found.touched;
+        T* copy = found.data + core.gradient_size();
+        if (!found.touched) copy_last(last[i], copy);
+        copies[i] = copy;
+        g[i] = gradient_of_row(row + i, row_gradients_.data() + i * geometry_.dim);
+      }
+      if (grad_per_sample_weights_ != nullptr) {
+        for (int64_t i = 0; i < n; ++i) made[i] = made_rows_.data() + i * geometry_.dim;
+        row_kernels_.forward(shape_, c, n, last, made);
+        for (int64_t i = 0; i < n; ++i) take_factors(row + i, made[i]);
+      }
+      row_kernels_.backward(shape_, c, n, g, copies, gradients, touched, grad_c, accumulate);
+      accumulate = true;
+    }
+  }
+
+  // Slice [rank, q] of the last core, transposed and padded to [q, rank_padded].
+  void copy_last(const T* slice, T* copy) const {
+    if (geometry_.rank < geometry_.rank_padded) std::fill_n(copy, geometry_.last_size(), T(0));
+    kernels_.transpose(geometry_.rank, geometry_.q, slice, geometry_.q, copy, geometry_.rank_padded);
+  }
+
+  // What a lookup's row is multiplied by when its bag is pooled.
+  T factor(int32_t lookup) const {
+    const T weight = lookup_.per_sample_weights == nullptr ? T(1) : lookup_.per_sample_weights[lookup];
+    return weight * mean_factor(lookup);
+  }
+  T mean_factor(int32_t lookup) const {
+    if (lookup_.pooling_mode != PoolingMode::kMean) return T(1);
+    const int64_t bag = plan_.bags[lookup];
+    return T(1) / static_cast<T>(lookup_.batch.offsets[bag + 1] - lookup_.batch.offsets[bag]);
+  }
+  const T* gradient_of_bag(int32_t lookup) const {
+    return grad_output_ + pooled_.offset(segment_.table, plan_.bags[lookup]);
+  }
+
+  // Sum over the lookups of a row, in their order; in `spare` unless there is but one, without a factor.
+  const T* gradient_of_row(int64_t row, T* spare) const {
+    const int64_t begin = plan_.row_starts[row], end = plan_.row_starts[row + 1];
+    const bool factors = lookup_.per_sample_weights != nullptr || lookup_.pooling_mode == PoolingMode::kMean;
+    if (!factors && end - begin == 1) return gradient_of_bag(plan_.lookups[begin]);
+    constexpr int64_t kBlock = 128;
+    const T* bags[kBlock];
+    T scales[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int64_t n = std::min(kBlock, end - at);
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t lookup = plan_.lookups[at + i];
+        bags[i] = gradient_of_bag(lookup);
+        if (factors) scales[i] = factor(lookup);
+      }
+      kernels_.sum_rows(n, bags, factors ? scales : nullptr, geometry_.dim, spare, at > begin);
+    }
+    return spare;
+  }
+
+  // Gradients of the per-sample weights of a row's lookups.
+  void take_factors(int64_t row, const T* made) const {
+    for (int64_t i = plan_.row_starts[row]; i < plan_.row_starts[row + 1]; ++i) {
+      const int32_t lookup = plan_.lookups[i];
+      grad_per_sample_weights_[lookup] =
+          mean_factor(lookup) * kernels_.dot(geometry_.dim, gradient_of_bag(lookup), made);
+    }
+  }
+
+  // From the gradient of `left` [left_rows, left_rank_padded] of a flow to those of the cores before the owner.
+  void take_left(int64_t key, const T* grad_left) {
+    const Geometry& g = geometry_;
+    const auto first = touched_[OuterCores::kFirst].touch(table_.digit(key, 0));
+    if (!g.four_cores) {
+      kernels_.sum_rows(1, &grad_left, nullptr, outer_[OuterCores::kFirst].gradient_size(), first.data, first.touched);
+      return;
+    }
+    const int64_t q0 = table_.q[0], r1 = table_.r[1], columns = table_.q[1] * g.left_rank_padded;
+    const auto second = touched_[OuterCores::kSecond].touch(table_.digit(key, 1));
+    T* second_transposed = second.data + outer_[OuterCores::kSecond].gradient_size();
+    if (!second.touched) copy_second(products_.second(key), second_transposed);
+    kernels_.gemm(q0, g.first_rank_padded, columns, grad_left, columns, 1, second_transposed, g.first_rank_padded,
+                  first.data, g.first_rank_padded, first.touched);
+    kernels_.gemm(r1, columns, q0, products_.first(key), 1, r1, grad_left, columns, second.data, columns,
+                  second.touched);
+  }
+
+  // Slice [r_1, q_2, r_2] of the second core, transposed and padded to [q_2, left_rank_padded, first_rank_padded].
+  void copy_second(const T* slice, T* copy) const {
+    const Geometry& g = geometry_;
+    const int64_t r1 = table_.r[1], q1 = table_.q[1], r2 = table_.r[2];
+    std::fill_n(copy, q1 * g.left_rank_padded * g.first_rank_padded, T(0));
+    for (int64_t j = 0; j < q1; ++j) {
+      kernels_.transpose(r1, r2, slice + j * r2, q1 * r2, copy + j * g.left_rank_padded * g.first_rank_padded,
+                         g.first_rank_padded);
+    }
+  }
+
+  const Kernels<T>& kernels_;
+  const Lookup<T>& lookup_;
+  const FlowPlan& plan_;
+  const PooledRows& pooled_;
+  const T* grad_output_;
+  const GradientSink<T>& sink_;
+  T* grad_per_sample_weights_;
+  const Segment& segment_;
+  const int64_t begin_, end_;
+  const Table& table_;
+  const Geometry geometry_;
+  const RowShape shape_;
+  const RowKernels<T> row_kernels_;
+  const OuterCores outer_;
+  PrefixProducts<T> products_;
+  OuterGradients<T> touched_;
+  Buffer<T> row_gradients_;     // [kRowBlock, dim]
+  Buffer<T> grad_c_;            // [kFlowBlock, m, rank_padded]
+  Buffer<T> grad_left_;         // [kFlowBlock, left_rows, left_rank_padded]
+  Buffer<T> owner_transposed_;  // [owner_columns, left_rank_padded]
+  Buffer<T> grad_owner_;        // [left_rank, owner_columns]
+  Buffer<T> owner_slice_;       // grad_owner_ without padding
+  Buffer<T> made_rows_;         // [kRowBlock, dim]
+};
+
+}  // namespace flowtt::cpu

@@ -1,0 +1,49 @@
+// Sizes of a table's matrices as the kernels see them.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "flowtt/table.h"
+
+namespace flowtt::cpu {
+
+// A row is  left [left_rows, left_rank] * owner slice [left_rank, owner_q * rank] -> C [m, rank], then C * last slice
+// [rank, q]. `left` is the product of the cores before the owner: nothing for two cores (C is the owner's slice
+// itself), the first core's slice for three, G_1 * G_2 for four. In buffers, ranks are padded with zeros.
+struct Geometry {
+  Geometry() = default;
+  Geometry(const Table& table, int64_t rank_multiple) {
+    const auto pad = [&](int64_t r) { return (r + rank_multiple - 1) / rank_multiple * rank_multiple; };
+    const int owner = table.owner();
+    left_rows = 1;
+    for (int k = 0; k < owner; ++k) left_rows *= table.q[k];
+    left_rank = table.r[owner];
+    left_rank_padded = pad(left_rank);
+    owner_q = table.q[owner];
+    rank = table.r[owner + 1];
+    rank_padded = pad(rank);
+    q = table.q[owner + 1];
+    first_rank_padded = pad(table.r[1]);
+    m = left_rows * owner_q;
+    owner_columns = owner_q * rank_padded;
+    dim = m * q;
+    two_cores = owner == 0;
+    four_cores = owner == 2;
+  }
+
+  RowShape row_shape() const { return {m, q, rank, rank_padded}; }
+  int64_t left_size() const { return left_rows * left_rank; }
+  int64_t c_size() const { return m * rank_padded; }
+  int64_t owner_size() const { return left_rank * owner_columns; }
+  int64_t last_size() const { return q * rank_padded; }
+
+  int64_t left_rows, left_rank, left_rank_padded;
+  int64_t owner_q, owner_columns;
+  int64_t rank, rank_padded;
+  int64_t q, m, dim;
+  int64_t first_rank_padded;  // r_1, of use with four cores
+  bool two_cores, four_cores;
+};
+
+}  // namespace flowtt::cpu

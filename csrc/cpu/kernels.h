@@ -1,0 +1,92 @@
+// The inner loops, as tables of functions: one table for each instruction set that they are compiled for.
+//
+// The files that define them are compiled with instructions that this machine may not have. They must therefore include
+// nothing but plain data like this header: an inline function or template that other files use as well would be emitted
+// there too, and the linker could keep that copy for everybody.
+#pragma once
+
+#include <cstdint>
+
+namespace flowtt::cpu {
+
+// How the row number of one table becomes a key. Digits are in `p`'s radix, the last one least significant.
+struct KeyRule {
+  int num_cores;
+  int64_t num_embeddings;
+  int64_t p[4];
+  int shift[4];
+  int64_t table_bits;  // the table's number, already shifted
+};
+
+// The product that makes a row: [m, r] (the flow's prefix product) times [r, q] (a slice of the last core). In buffers
+// r is padded with zeros to r_padded.
+struct RowShape {
+  int64_t m;
+  int64_t q;
+  int64_t r;
+  int64_t r_padded;
+};
+
+// One step of a fused optimizer, for each element of a slice with gradient g:
+//   g += weight_decay * w;  momentum += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
+//   w -= learning_rate * g / (sqrt(momentum) + eps), for SGD w -= learning_rate * g.
+template <class T>
+struct UpdateRule {
+  enum Kind : int { kSgd, kAdagrad, kRowwiseAdagrad };
+  Kind kind;
+  T learning_rate;
+  T eps;
+  T weight_decay;
+};
+
+struct KeyKernels {
+  // keys[i] = key of indices[i]; a row number out of range counts and becomes row 0. Returns the count.
+  int64_t (*from_int32)(const KeyRule& rule, const int32_t* indices, int64_t n, int64_t* keys);
+  int64_t (*from_int64)(const KeyRule& rule, const int64_t* indices, int64_t n, int64_t* keys);
+};
+
+template <class T>
+struct RowKernels {
+  // out[i] [m, q] = c [m, r_padded] * last[i] [r, q], for n rows of one flow.
+  void (*forward)(const RowShape& shape, const T* c, int64_t n, const T* const* last, T* const* out);
+
+  // For n rows of one flow with gradients g[i] [m, q]:
+  //   grad_last[i] [q, r_padded] (+)= g[i]^T * c, added where touched[i], else written;
+  //   grad_c [m, r_padded] (+)= sum over i of g[i] * last[i], last[i] being [q, r_padded], added where `accumulate`.
+  void (*backward)(const RowShape& shape, const T* c, int64_t n, const T* const* g, const T* const* last,
+                   T* const* grad_last, const bool* touched, T* grad_c, bool accumulate);
+};
+
+template <class T>
+struct Kernels {
+  // Ranks are padded to a multiple of this many elements in buffers.
+  int64_t rank_multiple;
+
+  RowKernels<T> (*rows)(const RowShape& shape);
+
+  // c [m, n] (+)= a [m, k] * b [k, n], with a(i, j) = a[i * a_row + j * a_col] and rows of b and c `ldb`, `ldc` apart.
+  void (*gemm)(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
+               int64_t ldc, bool accumulate);
+
+  // to [cols, rows] = from [rows, cols]^T, rows `ld_to` and `ld_from` apart.
+  void (*transpose)(int64_t rows, int64_t cols, const T* from, int64_t ld_from, T* to, int64_t ld_to);
+
+  // out [dim] (+)= sum over i of scales[i] * rows[i] [dim]; no scales means 1.
+  void (*sum_rows)(int64_t n, const T* const* rows, const T* scales, int64_t dim, T* out, bool accumulate);
+
+  // out [dim] = scale * row [dim]
+  void (*scale_row)(int64_t dim, T scale, const T* row, T* out);
+
+  T (*dot)(int64_t dim, const T* a, const T* b);
+
+  // Updates a slice `w` [n] with gradient `g` [n]. `momentum` is [n] for Adagrad, [1] for row-wise Adagrad.
+  void (*update)(const UpdateRule<T>& rule, int64_t n, const T* g, T* w, T* momentum);
+};
+
+struct InstructionSet {
+  const char* name;
+  KeyKernels keys;
+  Kernels<float> f32;
+};
+
+}  // namespace flowtt::cpu

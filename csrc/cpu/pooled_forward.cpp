@@ -1,0 +1,246 @@
+#include "cpu/pooled_forward.h"
+
+#include <algorithm>
+
+#include "cpu/buffer.h"
+#include "cpu/geometry.h"
+#include "cpu/isa.h"
+#include "cpu/partition.h"
+#include "cpu/pooled_rows.h"
+#include "cpu/prefix_products.h"
+
+namespace flowtt::cpu {
+namespace {
+
+constexpr int64_t kFlowBlock = 4;   // flows whose prefix products are made at once
+constexpr int64_t kRowBlock = 8;    // rows of a flow made at once
+constexpr int64_t kSumBlock = 128;  // rows of a bag summed at once
+
+// What to do with the distinct rows.
+enum class Destination {
+  kBags,  // every bag has at most one lookup: write a row to the bags that look it up
+  kRows,  // keep the rows, to be pooled when all are there
+};
+
+bool has_one_lookup_bags(const Executor& executor, const Batch& batch) {
+  const int64_t bags = batch.num_bags();
+  if (batch.num_lookups > bags) return false;
+  const int64_t num_tasks = executor.num_tasks(bags, 32768);
+  std::vector<char> longer(static_cast<size_t>(num_tasks), 0);
+  executor.run(num_tasks, [&](int64_t task) {
+    const auto search = [&](const auto* offsets) {
+      bool found = false;
+      const int64_t end = even_cut(bags, task + 1, num_tasks);
+      for (int64_t i = even_cut(bags, task, num_tasks); i < end; ++i) found |= offsets[i + 1] - offsets[i] > 1;
+      longer[task] = found;
+    };
+    batch.offsets.wide() ? search(batch.offsets.int64s()) : search(batch.offsets.int32s());
+  });
+  return std::find(longer.begin(), longer.end(), 1) == longer.end();
+}
+
+template <class T>
+class Forward {
+ public:
+  Forward(const Executor& executor, const Lookup<T>& lookup, T* output)
+      : executor_(executor),
+        lookup_(lookup),
+        plan_(lookup.plan),
+        kernels_(kernels<T>()),
+        output_(output),
+        pooled_(lookup.tables.size(), lookup.batch, lookup.total_dim),
+        segments_(rows_are_lookups(lookup.plan) ? segments_by_feature(lookup.batch)
+                                                : segments_by_table(lookup.tables, lookup.plan)) {
+    int64_t size = 0;
+    for (const Segment& segment : segments_) {
+      segment_rows_.push_back(size);
+      size += (segment.row_end - segment.row_begin) * lookup.tables[segment.table].dim;
+    }
+    size_of_rows_ = size;
+  }
+
+  void run() {
+    if (has_one_lookup_bags(executor_, lookup_.batch)) {
+      destination_ = Destination::kBags;
+      if (lookup_.batch.num_lookups < lookup_.batch.num_bags()) clear_empty_bags();
+      make_rows();
+    } else {
+      destination_ = Destination::kRows;
+      rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
+      row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(plan_.num_lookups));
+      make_rows();
+      pool_rows();
+    }
+  }
+
+ private:
+  void clear_empty_bags() {
+    const Batch& batch = lookup_.batch;
+    const int64_t num_tasks = executor_.num_tasks(batch.num_bags(), 4096);
+    executor_.run(num_tasks, [&](int64_t task) {
+      const int64_t end = even_cut(batch.num_bags(), task + 1, num_tasks);
+      for (int64_t bag = even_cut(batch.num_bags(), task, num_tasks); bag < end; ++bag) {
+        if (batch.offsets[bag] != batch.offsets[bag + 1]) continue;
+        const int64_t feature = bag / batch.batch_size;
+        std::fill_n(output_ + pooled_.offset_of(feature, bag), lookup_.tables[batch.table(feature)].dim, T(0));
+      }
+    });
+  }
+
+  void make_rows() {
+    std::vector<Cost> costs;
+    for (const Table& table : lookup_.tables) {
+      const Geometry g(table, kernels_.rank_multiple);
+      const double left = g.two_cores ? 0 : static_cast<double>(g.left_size() * g.owner_columns);
+      costs.push_back(
+          {left / 30 + 60, static_cast<double>(g.c_size() * g.q) / 28 + 30, static_cast<double>(g.dim) / 8 + 4});
+    }
+    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, plan_);
+    executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
+      for (size_t s = 0; s < segments_.size(); ++s) {
+        const int64_t begin = std::max(cuts[task], segments_[s].flow_begin);
+        const int64_t end = std::min(cuts[task + 1], segments_[s].flow_end);
+        if (begin < end) make_rows_of(s, begin, end);
+      }
+    });
+  }
+
+  // Rows of flows [begin, end) of a segment.
+  void make_rows_of(size_t s, int64_t begin, int64_t end) const {
+    const Segment& segment = segments_[s];
+    const Table& table = lookup_.tables[segment.table];
+    const Geometry geometry(table, kernels_.rank_multiple);
+    const RowShape shape = geometry.row_shape();
+    const RowKernels<T> row_kernels = kernels_.rows(shape);
+    const T* last_core = lookup_.weights + table.core_offset[table.last()];
+    const int64_t last_size = table.slice_size(table.last());
+    PrefixProducts<T> products(kernels_, lookup_.weights, table, geometry, kFlowBlock);
+    const Buffer<T> spare(static_cast<size_t>(kRowBlock * geometry.dim));
+
+    int64_t owner = -1;
+    for (int64_t flow = begin; flow < end;) {
+      const int64_t n = flows_of_owner(table, plan_, flow, end, kFlowBlock);
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t key = plan_.row_keys[plan_.flow_starts[flow + i]];
+        if (i == 0 && table.owner_key(key) != owner) {
+          owner = table.owner_key(key);
+          products.set_owner(key);
+        }
+        products.set_left(i, key);
+      }
+      products.multiply(n);
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t row_end = plan_.flow_starts[flow + i + 1];
+        for (int64_t row = plan_.flow_starts[flow + i]; row < row_end; row += kRowBlock) {
+          const int64_t count = std::min(kRowBlock, row_end - row);
+          const T* last[kRowBlock];
+          T* out[kRowBlock];
+          for (int64_t j = 0; j < count; ++j) {
+            last[j] = last_core + table.digit(plan_.row_keys[row + j], table.last()) * last_size;
+            out[j] = place(s, row + j, spare.data() + j * geometry.dim);
+          }
+          row_kernels.forward(shape, products.c(i), count, last, out);
+          for (int64_t j = 0; j < count; ++j) deliver(segment.table, geometry.dim, row + j, out[j]);
+        }
+      }
+      flow += n;
+    }
+  }
+
+  // Where a row is to be made: at its final place if it has but one, and needs no factor.
+  T* place(size_t s, int64_t row, T* spare) const {
+    const Segment& segment = segments_[s];
+    if (destination_ == Destination::kRows) {
+      return rows_.data() + segment_rows_[s] + (row - segment.row_begin) * lookup_.tables[segment.table].dim;
+    }
+    const int64_t first = plan_.row_starts[row];
+    if (lookup_.per_sample_weights != nullptr || plan_.row_starts[row + 1] - first > 1) return spare;
+    return output_ + pooled_.offset(segment.table, plan_.bags[plan_.lookups[first]]);
+  }
+
+  void deliver(int64_t table, int64_t dim, int64_t row, const T* made) const {
+    const int64_t end = plan_.row_starts[row + 1];
+    for (int64_t i = plan_.row_starts[row]; i < end; ++i) {
+      const int32_t lookup = plan_.lookups[i];
+      if (destination_ == Destination::kRows) {
+        row_of_lookup_[lookup] = static_cast<int32_t>(row);
+        continue;
+      }
+      T* out = output_ + pooled_.offset(table, plan_.bags[lookup]);
+      if (lookup_.per_sample_weights != nullptr) {
+        kernels_.scale_row(dim, lookup_.per_sample_weights[lookup], made, out);
+      } else if (out != made) {
+        std::copy(made, made + dim, out);
+      }
+    }
+  }
+
+  void pool_rows() {
+    const Batch& batch = lookup_.batch;
+    const std::vector<int64_t> cuts = cut_bags(executor_, lookup_.tables, batch);
+    executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
+      for (int64_t feature = 0; feature < batch.num_features; ++feature) {
+        const int64_t begin = std::max(cuts[task], feature * batch.batch_size);
+        const int64_t end = std::min(cuts[task + 1], (feature + 1) * batch.batch_size);
+        if (begin < end) pool_bags(feature, begin, end);
+      }
+    });
+  }
+
+  // Bags [begin, end) of a feature.
+  void pool_bags(int64_t feature, int64_t begin, int64_t end) const {
+    const Batch& batch = lookup_.batch;
+    const int64_t table = batch.table(feature), dim = lookup_.tables[table].dim;
+    // All rows of a feature are in one segment.
+    const T* rows = nullptr;
+    int64_t row_begin = 0;
+    if (const int64_t first = batch.start(feature); first < batch.start(feature + 1)) {
+      const auto ends_after = [](int64_t row, const Segment& segment) { return row < segment.row_end; };
+      const auto s = std::upper_bound(segments_.begin(), segments_.end(), row_of_lookup_[first], ends_after);
+      rows = rows_.data() + segment_rows_[s - segments_.begin()];
+      row_begin = s->row_begin;
+    }
+    const T* pointers[kSumBlock];
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const int64_t lookups = batch.offsets[bag], lookups_end = batch.offsets[bag + 1];
+      T* out = output_ + pooled_.offset_of(feature, bag);
+      int64_t at = lookups;
+      do {
+        const int64_t n = std::min(kSumBlock, lookups_end - at);
+        for (int64_t i = 0; i < n; ++i) pointers[i] = rows + (row_of_lookup_[at + i] - row_begin) * dim;
+        const T* scales = lookup_.per_sample_weights == nullptr ? nullptr : lookup_.per_sample_weights + at;
+        kernels_.sum_rows(n, pointers, scales, dim, out, at > lookups);
+        at += n;
+      } while (at < lookups_end);
+      const int64_t length = lookups_end - lookups;
+      if (lookup_.pooling_mode == PoolingMode::kMean && length > 1) {
+        kernels_.scale_row(dim, T(1) / static_cast<T>(length), out, out);
+      }
+    }
+  }
+
+  const Executor& executor_;
+  const Lookup<T>& lookup_;
+  const FlowPlan& plan_;
+  const Kernels<T>& kernels_;
+  T* output_;
+  const PooledRows pooled_;
+  const std::vector<Segment> segments_;
+  Destination destination_ = Destination::kBags;
+  std::vector<int64_t> segment_rows_;  // where the rows of each segment start in `rows_`
+  int64_t size_of_rows_ = 0;
+  Buffer<T> rows_;                 // every distinct row
+  Buffer<int32_t> row_of_lookup_;  // by position
+};
+
+}  // namespace
+
+template <class T>
+void pooled_forward(const Executor& executor, const Lookup<T>& lookup, T* output) {
+  Forward<T>(executor, lookup, output).run();
+}
+
+template void pooled_forward<float>(const Executor&, const Lookup<float>&, float*);
+template void pooled_forward<double>(const Executor&, const Lookup<double>&, double*);
+
+}  // namespace flowtt::cpu

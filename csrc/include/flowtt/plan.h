@@ -1,0 +1,48 @@
+// The flow plan: a batch's lookups grouped into distinct rows, and those into flows.
+#pragma once
+
+#include <cstdint>
+
+namespace flowtt {
+
+enum class Flow : int64_t {
+  kPrefix = 0,  // equal rows once; rows of one prefix share its product
+  kUnique = 1,  // equal rows once, every row a flow of its own
+  kDirect = 2,  // every lookup a row and a flow of its own, in the order given
+};
+
+// What happens to a row number that its table does not have; numbered as FBGEMM's modes.
+enum class BoundsCheckMode : int64_t { kFatal = 0, kWarning = 1, kIgnore = 2 };
+
+enum class PoolingMode : int64_t { kSum = 0, kMean = 1 };
+
+enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2 };
+
+// A plan as the kernels read it. N lookups, U distinct rows, P flows.
+struct FlowPlan {
+  int64_t num_lookups;
+  int64_t num_rows;
+  int64_t num_flows;
+  const int32_t* lookups;      // [N] positions of the lookups in key order
+  const int32_t* bags;         // [N] bag, feature * batch_size + sample, of each lookup position
+  const int64_t* row_keys;     // [U] key of each distinct row
+  const int32_t* row_starts;   // [U + 1] first place in `lookups` of each distinct row
+  const int32_t* flow_starts;  // [P + 1] first distinct row of each flow
+};
+
+// The arrays that a plan is written to; sizes as in FlowPlan with U = P = N.
+struct FlowPlanBuffers {
+  int32_t* lookups;
+  int32_t* bags;
+  int64_t* row_keys;
+  int32_t* row_starts;
+  int32_t* flow_starts;
+};
+
+struct PlanCounts {
+  int64_t num_rows;
+  int64_t num_flows;
+  int64_t num_invalid;  // row numbers out of range
+};
+
+}  // namespace flowtt

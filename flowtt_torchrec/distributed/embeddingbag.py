@@ -1,0 +1,289 @@
+"""The sharder that a user passes to TorchRec, and the sharded collection that it makes."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingType,
+)
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from flowtt_torchrec.distributed.kernel import TTKernel, core_name
+from flowtt_torchrec.distributed.sharding import SHARDINGS, SUPPORTED_SHARDING_TYPES, TTParameterSharding
+from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
+from flowtt_torchrec.spec import TTSpec
+
+CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """``ShardedEmbeddingBagCollection`` with TT tables beside dense ones.
+
+    A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
+    the ranks that hold the table. Fused optimizer state is ``<table>.tt_core<k>.momentum1`` beside them. Neither name
+    depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
+    """
+
+    _embedding_bag_configs: list[EmbeddingBagConfig]
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding:
+        if not any(isinstance(info.param_sharding, TTParameterSharding) for info in sharding_infos):
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        sharding_type = sharding_infos[0].param_sharding.sharding_type
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return SHARDINGS[sharding_type](sharding_infos, env, device)
+        return SHARDINGS[sharding_type](sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def _tt_tables(self) -> dict[str, TTTable]:
+        """All TT tables of the collection, also those on other ranks."""
+        return {
+            name: sharding.tt_tables[name]
+            for name, sharding in self.module_sharding_plan.items()
+            if isinstance(sharding, TTParameterSharding) and sharding.tt_tables is not None
+        }
+
+    def _tt_kernels(self) -> Iterator[TTKernel]:
+        for lookup in self._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            for kernel in lookup._emb_modules:
+                if isinstance(kernel, TTKernel):
+                    yield kernel
+
+    def tt_cores(self) -> dict[str, list[nn.Parameter]]:
+        """The cores of each TT table that this rank holds."""
+        return {name: cores for kernel in self._tt_kernels() for name, cores in kernel.cores.items()}
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        # Called at the end of the base class's constructor, and resets parameters in its turn.
+        self._tt_fresh = True
+        super()._initialize_torch_state(skip_registering)
+        self._tt_fresh = False
+        for name, cores in self.tt_cores().items():
+            for k, core in enumerate(cores):
+                self.embedding_bags[name].register_parameter(core_name(k), core)
+
+    def reset_parameters(self) -> None:
+        """Draws all tables anew. A TT table's cores depend on its name and the sharder's seed only."""
+        configs = self._embedding_bag_configs
+        tables = self._tt_tables()
+        # The base class initialises ``weight`` of every config, which TT tables don't have.
+        self._embedding_bag_configs = [config for config in configs if config.name not in tables]
+        try:
+            super().reset_parameters()
+        finally:
+            self._embedding_bag_configs = configs
+        if self._tt_fresh or (self._device is not None and self._device.type == "meta"):
+            return  # just drawn by the kernels, and data-parallel ones made equal by DDP
+        for kernel in self._tt_kernels():
+            kernel.reset_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedTTEmbeddingBagCollection:
+        super()._apply(fn, recurse)
+        for kernel in self._tt_kernels():
+            kernel.relink()
+        return self
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: ShardedTTEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Checks the cores in a state dict, and drops those of tables on other ranks from a full one."""
+        local = self.tt_cores()
+        local_metadata = args[0] if args else {}
+        for name, table in self._tt_tables().items():
+            bag = f"{prefix}embedding_bags.{name}."
+            if bag + "weight" in state_dict:
+                raise ValueError(
+                    f"the state dict has a dense weight for table {name!r}, which is a tensor train here; bring it to "
+                    "cores with flowtt_torchrec.cores.from_dense first"
+                )
+            keys = [key for key in state_dict if key.startswith(bag + "tt_core")]
+            if name not in local:
+                for key in keys:
+                    del state_dict[key]
+                continue
+            if keys and local_metadata.get("assign_to_params_buffers", False):
+                raise ValueError(
+                    f"table {name!r}: load_state_dict(assign=True) would part the cores from the memory that the "
+                    "lookup reads; load without assign"
+                )
+            expected = {bag + core_name(k): shape for k, shape in enumerate(table.spec.core_shapes)}
+            for key in keys:
+                if key not in expected or tuple(state_dict[key].shape) != expected[key]:
+                    raise ValueError(
+                        f"table {name!r}: the state dict has {key} of shape {list(state_dict[key].shape)}, but its "
+                        f"TTSpec has p {table.spec.p}, q {table.spec.q} and ranks {table.spec.ranks}, that is cores "
+                        f"of shapes {[list(shape) for shape in expected.values()]}; use the spec of the checkpoint"
+                    )
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+
+    def update_shards(
+        self, changed_sharding_params: EmbeddingModuleShardingPlan, env: ShardingEnv, device: torch.device | None
+    ) -> None:
+        """As in TorchRec for a collection of dense tables; TT tables move through a checkpoint instead."""
+        tables = self._tt_tables()
+        if tables:
+            raise NotImplementedError(
+                f"{name_tables(tables)}: a collection with TT tables cannot be resharded while it runs; save a "
+                "checkpoint and load it under the new plan"
+            )
+        super().update_shards(changed_sharding_params, env, device)
+
+
+class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """``EmbeddingBagCollectionSharder`` that makes tensor trains of the tables with a spec.
+
+    It takes the place of TorchRec's sharder for ``EmbeddingBagCollection``; dense tables keep all of its sharding types
+    and kernels. The tables should be on the ``meta`` device: the values of a dense table are not used.
+
+    Args:
+        compression: spec of each table that is to be a tensor train.
+        fused_params: as in TorchRec, for all tables.
+        qcomm_codecs_registry: as in TorchRec.
+        seed: of the initial cores, together with the table's name. The same on all ranks.
+
+    Example:
+        >>> compression = {"t_cat_2": TTSpec.suggest(40_000_000, 128, rank=32)}
+        >>> sharders = [TTEmbeddingBagCollectionSharder(compression)]
+        >>> plan = TTEmbeddingShardingPlanner(compression=compression).collective_plan(model, sharders, pg)
+        >>> model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    def __init__(
+        self,
+        compression: Mapping[str, TTSpec],
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        self._compression = dict(compression)
+        self._seed = seed
+
+    @property
+    def compression(self) -> dict[str, TTSpec]:
+        """Spec of each table that is to be a tensor train."""
+        return dict(self._compression)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        kernels = super().compute_kernels(sharding_type, compute_device_type)
+        return [*kernels, CUSTOMIZED_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTTEmbeddingBagCollection:
+        """Shards a collection by its part of a plan.
+
+        Raises:
+            ValueError: naming the table, if plan, compression and config of a table don't go together.
+        """
+        configs = {config.name: config for config in module.embedding_bag_configs()}
+        tables = {
+            name: check_config(config, self._compression[name])
+            for name, config in configs.items()
+            if self._check_plan(config.name, params[name])
+        }
+        foreign = self._compression.keys() - configs.keys()
+        if foreign:  # a model may have several collections and has one sharder for all
+            logger.warning("collection %s has no %s of the compression", module_fqn, name_tables(sorted(foreign)))
+        if tables and (isinstance(env, ShardingEnv2D) or env.output_dtensor):
+            raise ValueError(
+                f"{name_tables(tables)}: TT tables don't support 2D parallelism or DTensor state dicts; use "
+                "DistributedModelParallel with a plain ShardingEnv"
+            )
+        for name, parameter in self.shardable_parameters(module).items():
+            if name in tables:
+                if not parameter.is_meta:
+                    logger.warning("table %r was not on the meta device; its dense values are not used", name)
+                if params[name].sharding_type != ShardingType.DATA_PARALLEL.value:
+                    _check_optimizer(name, parameter)
+            if hasattr(parameter, "_optimizer_kwargs"):
+                # TorchRec renames keys in these dicts; they belong to the caller
+                parameter._optimizer_kwargs = [dict(kwargs) for kwargs in parameter._optimizer_kwargs]
+        shared = TTTables(tables, self._seed)
+        return ShardedTTEmbeddingBagCollection(
+            module=module,
+            table_name_to_parameter_sharding={
+                name: TTParameterSharding.wrap(sharding, shared) if name in tables else sharding
+                for name, sharding in params.items()
+            },
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    def _check_plan(self, name: str, sharding: ParameterSharding) -> bool:
+        """Whether a table is a tensor train; an error if plan and compression don't agree."""
+        if name not in self._compression:
+            if sharding.compute_kernel != CUSTOMIZED_KERNEL:
+                return False
+            near = difflib.get_close_matches(name, self._compression, n=1)
+            hint = f"; it has one for {near[0]!r}" if near else ""
+            raise ValueError(
+                f"table {name!r} is planned as {CUSTOMIZED_KERNEL}, but the sharder's compression has no TTSpec for "
+                f"it{hint}"
+            )
+        if sharding.compute_kernel != CUSTOMIZED_KERNEL:
+            raise ValueError(
+                f"table {name!r} has a TTSpec, but the plan gives it the kernel {sharding.compute_kernel!r}; plan with "
+                f"TTEmbeddingShardingPlanner, or set compute_kernel={CUSTOMIZED_KERNEL!r} in a plan made by hand"
+            )
+        if sharding.sharding_type not in SUPPORTED_SHARDING_TYPES:
+            raise ValueError(
+                f"table {name!r} is planned {sharding.sharding_type}; TT tables support "
+                f"{' and '.join(SUPPORTED_SHARDING_TYPES)}"
+            )
+        return True
+
+    @property
+    def sharded_module_type(self) -> type[ShardedTTEmbeddingBagCollection]:
+        return ShardedTTEmbeddingBagCollection
+
+
+def _check_optimizer(name: str, parameter: nn.Parameter) -> None:
+    for optimizer in getattr(parameter, "_optimizer_classes", []):
+        try:
+            optimizer_type_to_emb_opt_type(optimizer)
+        except ValueError:
+            raise ValueError(
+                f"table {name!r}: {optimizer.__name__} cannot be fused into backward; use SGD, Adagrad or "
+                "RowWiseAdagrad, or place the table data_parallel, where the dense optimizer trains it"
+            ) from None

@@ -1,0 +1,249 @@
+"""What a TT table costs: bytes and milliseconds of each shard, for TorchRec's planner.
+
+TorchRec's estimators know dense tables only, so both estimators here keep them for all other tables and for the parts
+that do not depend on the table's inside: inputs, outputs and their exchange. These they take from a *shadow*, the same
+sharding option with a dense table of as many numbers as the cores have.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchrec.optim
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+    get_num_poolings,
+)
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from flowtt_torchrec.spec import TTSpec
+
+CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+# A flow plan keeps two int32, one int64 and two int32 numbers a lookup; sorting takes keys and positions twice more.
+PLAN_BYTES_PER_LOOKUP = 24
+SORT_BYTES_PER_LOOKUP = 24
+
+# Sustained floating-point operations a millisecond of small matrix products, of the right order for one rank.
+DEFAULT_FLOPS_PER_MS = {"cuda": 20e9, "mtia": 20e9, "cpu": 50e6}
+
+# Backward computes the prefix products again and two products for each one of forward.
+BACKWARD_FLOPS, BACKWARD_BYTES = 3.0, 2.0
+
+
+@dataclass(frozen=True)
+class TTTableBytes:
+    """Bytes of one TT table on one rank that holds it."""
+
+    cores: int
+    optimizer: int
+    gradient: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.cores + self.optimizer + self.gradient + self.workspace
+
+
+def table_bytes(
+    spec: TTSpec,
+    sharding_type: str,
+    optimizer: type[torch.optim.Optimizer] | None,
+    lookups: float,
+    element_size: int = 4,
+) -> TTTableBytes:
+    """Counts what a table takes on one rank.
+
+    Args:
+        spec: the table's shape.
+        sharding_type: TorchRec's name. Data-parallel cores have a dense gradient and DDP's bucket beside them, and the
+            dense optimizer's state; the other types a gradient buffer and fused state.
+        optimizer: the class given to ``apply_optimizer_in_backward``, if any; a data-parallel table is taken to get a
+            dense optimizer of the same class.
+        lookups: lookups of one step on the rank.
+        element_size: bytes a number.
+    """
+    cores = spec.num_bytes(element_size)
+    data_parallel = sharding_type == DATA_PARALLEL
+    return TTTableBytes(
+        cores=cores,
+        optimizer=_optimizer_bytes(spec, optimizer, element_size, data_parallel),
+        gradient=2 * cores if data_parallel else cores,
+        workspace=math.ceil(lookups * (PLAN_BYTES_PER_LOOKUP + SORT_BYTES_PER_LOOKUP)),
+    )
+
+
+def _optimizer_bytes(
+    spec: TTSpec, optimizer: type[torch.optim.Optimizer] | None, element_size: int, data_parallel: bool
+) -> int:
+    if optimizer is None or optimizer in (torch.optim.SGD, torchrec.optim.SGD):
+        return 0
+    if optimizer is torchrec.optim.RowWiseAdagrad and not data_parallel:
+        return spec.num_slices * element_size
+    if optimizer in (torch.optim.Adam, torchrec.optim.Adam):
+        return 2 * spec.num_bytes(element_size)
+    return spec.num_bytes(element_size)
+
+
+def optimizer_class(option: ShardingOption) -> type[torch.optim.Optimizer] | None:
+    """The optimizer that ``apply_optimizer_in_backward`` set on the option's table."""
+    classes = getattr(option.tensor, "_optimizer_classes", None)
+    return classes[0] if classes else None
+
+
+def lookups_per_rank(
+    option: ShardingOption, world_size: int, constraints: Mapping[str, ParameterConstraints] | None
+) -> float:
+    """Lookups of one step on a rank that holds the table: of the local batch if data-parallel, else of all batches."""
+    constraint = constraints.get(option.name) if constraints else None
+    batch_sizes = (constraint and constraint.batch_sizes) or [option.batch_size] * option.num_inputs
+    poolings = get_num_poolings(constraints, option)
+    local = sum(length * n * b for length, n, b in zip(option.input_lengths, poolings, batch_sizes))
+    return local if option.sharding_type == DATA_PARALLEL else local * world_size
+
+
+def is_tt(option: ShardingOption, compression: Mapping[str, TTSpec]) -> bool:
+    return option.compute_kernel == CUSTOMIZED_KERNEL and option.name in compression
+
+
+def _shadow(option: ShardingOption, spec: TTSpec) -> ShardingOption:
+    """The option with a dense table of as many numbers as the cores have, of the same dimension."""
+    rows = -(-spec.num_parameters // spec.embedding_dim)
+    shadow = copy.deepcopy(option)
+    shadow._tensor = torch.empty(rows, spec.embedding_dim, dtype=option.tensor.dtype, device="meta")
+    dense = option.sharding_type == DATA_PARALLEL
+    shadow.compute_kernel = (EmbeddingComputeKernel.DENSE if dense else EmbeddingComputeKernel.FUSED).value
+    for shard in shadow.shards:
+        shard.size = [rows, shard.size[1]]
+    return shadow
+
+
+class TTStorageEstimator(ShardEstimator):
+    """Bytes of each shard: `table_bytes`, and TorchRec's own count for inputs and outputs.
+
+    Args:
+        topology: the devices.
+        compression: spec of each TT table.
+        constraints: the planner's constraints.
+        **stock: passed on to ``EmbeddingStorageEstimator`` (``pipeline_type``, ``run_embedding_at_peak_memory``).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        compression: Mapping[str, TTSpec],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        **stock: Any,
+    ) -> None:
+        self._topology = topology
+        self._compression = compression
+        self._constraints = constraints
+        self._stock = EmbeddingStorageEstimator(topology=topology, constraints=constraints, **stock)
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """Sets ``shard.storage`` of all options; options of the customised kernel without a spec are left alone."""
+        self._stock.estimate([o for o in sharding_options if o.compute_kernel != CUSTOMIZED_KERNEL], *args, **kwargs)
+        options = [o for o in sharding_options if is_tt(o, self._compression)]
+        shadows = [_shadow(o, self._compression[o.name]) for o in options]
+        self._stock.estimate(shadows, *args, **kwargs)
+        on_device = self._topology.compute_device in {"cuda", "mtia"}
+        for option, shadow in zip(options, shadows):
+            element_size = option.tensor.element_size()
+            lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
+            own = table_bytes(
+                self._compression[option.name],
+                option.sharding_type,
+                optimizer_class(option),
+                lookups,
+                element_size,
+            ).total
+            for shard, other in zip(option.shards, shadow.shards):
+                # what is left of the shadow without its weights: inputs, outputs and the pipeline's copies of them
+                exchange = other.storage.hbm + other.storage.ddr - math.prod(other.size) * element_size
+                total = own + exchange
+                shard.storage = Storage(hbm=total, ddr=0) if on_device else Storage(hbm=0, ddr=total)
+
+
+class TTPerfEstimator(ShardEstimator):
+    """Milliseconds of each shard: a roofline for the products, and TorchRec's own model for the communication.
+
+    The all-reduce of a data-parallel table is priced with the bytes of its cores.
+
+    Args:
+        topology: the devices, with their memory and communication bandwidths.
+        compression: spec of each TT table.
+        constraints: the planner's constraints.
+        flops_per_ms: sustained floating-point operations a millisecond of one device; `DEFAULT_FLOPS_PER_MS` if not
+            given.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        compression: Mapping[str, TTSpec],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        flops_per_ms: float | None = None,
+    ) -> None:
+        device = topology.compute_device
+        self._topology = topology
+        self._compression = compression
+        self._constraints = constraints
+        self._flops_per_ms = DEFAULT_FLOPS_PER_MS[device] if flops_per_ms is None else flops_per_ms
+        self._bytes_per_ms = topology.ddr_mem_bw if device == "cpu" else topology.hbm_mem_bw
+        self._stock = EmbeddingPerfEstimator(topology=topology, constraints=constraints)
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """Sets ``shard.perf`` of all options; options of the customised kernel without a spec are left alone."""
+        self._stock.estimate([o for o in sharding_options if o.compute_kernel != CUSTOMIZED_KERNEL], *args, **kwargs)
+        options = [o for o in sharding_options if is_tt(o, self._compression)]
+        shadows = [_shadow(o, self._compression[o.name]) for o in options]
+        self._stock.estimate(shadows, *args, **kwargs)
+        for option, shadow in zip(options, shadows):
+            forward, backward = self._compute(option)
+            for shard, other in zip(option.shards, shadow.shards):
+                shard.perf = Perf(
+                    fwd_compute=forward,
+                    fwd_comms=other.perf.fwd_comms,
+                    bwd_compute=backward,
+                    bwd_comms=other.perf.bwd_comms,
+                    input_dist_comms=other.perf.input_dist_comms,
+                )
+
+    def _compute(self, option: ShardingOption) -> tuple[float, float]:
+        """Milliseconds of forward, and of backward with the update, if lookups are spread evenly over the rows."""
+        spec = self._compression[option.name]
+        element_size = option.tensor.element_size()
+        lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
+        rows = occupied(spec.num_embeddings, lookups)
+        prefixes = occupied(min(spec.num_prefixes, -(-spec.num_embeddings // spec.p[-1])), rows)
+        flops = prefixes * spec.flops_per_prefix + rows * spec.flops_per_row
+        slices = [size // p for size, p in zip(spec.core_sizes, spec.p)]
+        moved = element_size * (prefixes * sum(slices[:-1]) + rows * slices[-1] + lookups * spec.embedding_dim)
+        moved += lookups * (PLAN_BYTES_PER_LOOKUP + SORT_BYTES_PER_LOOKUP)
+        update = 3 * spec.num_bytes(element_size)  # read the gradient, read and write the cores
+        forward = max(flops / self._flops_per_ms, moved / self._bytes_per_ms)
+        backward = max(
+            BACKWARD_FLOPS * flops / self._flops_per_ms, (BACKWARD_BYTES * moved + update) / self._bytes_per_ms
+        )
+        return forward, backward
+
+
+def occupied(bins: float, balls: float) -> float:
+    """Expected number of ``bins`` that are hit when ``balls`` fall evenly: ``bins (1 - exp(-balls / bins))``."""
+    return -bins * math.expm1(-balls / bins)

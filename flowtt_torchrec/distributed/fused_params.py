@@ -1,0 +1,91 @@
+"""What a group of TT tables takes from TorchRec's ``fused_params``: optimizer, bounds checks, nothing else silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode as FbgemmBoundsCheckMode
+
+from flowtt_torchrec.optimizers import ADAGRAD, ROWWISE_ADAGRAD, SGD, OptimizerSpec
+from flowtt_torchrec.reference import BoundsCheckMode
+
+TT_TABLES = "tt_tables"  # the TTTables of the collection, put there by TTParameterSharding
+
+_KINDS = {
+    EmbOptimType.SGD: SGD,
+    EmbOptimType.EXACT_SGD: SGD,
+    EmbOptimType.EXACT_ADAGRAD: ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: ROWWISE_ADAGRAD,
+}
+_BOUNDS_CHECK_MODES = {
+    FbgemmBoundsCheckMode.FATAL: BoundsCheckMode.FATAL,
+    FbgemmBoundsCheckMode.V2_FATAL: BoundsCheckMode.FATAL,
+    FbgemmBoundsCheckMode.WARNING: BoundsCheckMode.WARNING,
+    FbgemmBoundsCheckMode.V2_WARNING: BoundsCheckMode.WARNING,
+    FbgemmBoundsCheckMode.IGNORE: BoundsCheckMode.IGNORE,
+    FbgemmBoundsCheckMode.V2_IGNORE: BoundsCheckMode.IGNORE,
+}
+_OPTIMIZER_PARAMS = ("optimizer", "learning_rate", "eps", "weight_decay")
+# About caches of dense rows and the rounding of 16-bit weights: a TT table of FP32 cores has neither.
+_WITHOUT_MEANING = (
+    "cache_algorithm",
+    "cache_load_factor",
+    "cache_precision",
+    "cache_reserved_memory",
+    "enforce_hbm",
+    "multipass_prefetch_config",
+    "prefetch_pipeline",
+    "stochastic_rounding",
+)
+
+
+def optimizer_spec(fused_params: Mapping[str, Any] | None, tables: str) -> OptimizerSpec:
+    """The fused optimizer, with FBGEMM's defaults for what is not given (SGD, learning rate 0.01, eps 1e-8).
+
+    Args:
+        fused_params: of the group, after TorchRec has renamed ``lr`` to ``learning_rate``.
+        tables: the group's tables, for error messages.
+
+    Raises:
+        ValueError: for an optimizer or a parameter that TT tables don't have.
+    """
+    params = dict(fused_params or {})
+    known = {TT_TABLES, "bounds_check_mode", "output_dtype", *_OPTIMIZER_PARAMS, *_WITHOUT_MEANING}
+    unknown = sorted(params.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{tables}: TT tables don't know the optimizer or fused parameter {', '.join(map(repr, unknown))}; "
+            "known: lr, eps, weight_decay, bounds_check_mode"
+        )
+    kind = params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if kind not in _KINDS:
+        raise ValueError(
+            f"{tables}: the fused optimizer {kind} is not supported for TT tables; use SGD, Adagrad or RowWiseAdagrad, "
+            "or place the tables data_parallel, where the dense optimizer trains them"
+        )
+    numbers = {key: float(params[key]) for key in ("learning_rate", "eps", "weight_decay") if key in params}
+    try:
+        return OptimizerSpec(_KINDS[kind], **numbers)
+    except ValueError as error:
+        raise ValueError(f"{tables}: {error}") from None
+
+
+def bounds_check_mode(fused_params: Mapping[str, Any] | None, tables: str) -> BoundsCheckMode:
+    """The bounds check, an error by default.
+
+    Raises:
+        ValueError: for ``BoundsCheckMode.NONE``, which would read foreign memory.
+    """
+    mode = (fused_params or {}).get("bounds_check_mode", FbgemmBoundsCheckMode.FATAL)
+    if mode not in _BOUNDS_CHECK_MODES:
+        raise ValueError(f"{tables}: bounds_check_mode {mode.name} is not supported; use FATAL, WARNING or IGNORE")
+    return _BOUNDS_CHECK_MODES[mode]
+
+
+def check_output_dtype(fused_params: Mapping[str, Any] | None, tables: str) -> None:
+    """Raises ``ValueError`` for an ``output_dtype`` other than FP32."""
+    dtype = (fused_params or {}).get("output_dtype", SparseType.FP32)
+    if dtype != SparseType.FP32:
+        raise ValueError(f"{tables}: output_dtype {dtype} is not supported for TT tables; use FP32")

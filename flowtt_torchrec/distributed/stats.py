@@ -1,0 +1,211 @@
+"""The compression table: what each TT table saves, and where it was placed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torchrec.distributed.planner.types import ShardingOption, Stats, Topology
+from torchrec.distributed.types import ShardingPlan
+
+from flowtt_torchrec.distributed.estimators import (
+    DATA_PARALLEL,
+    is_tt,
+    lookups_per_rank,
+    optimizer_class,
+    table_bytes,
+)
+from flowtt_torchrec.spec import TTSpec
+
+COLUMNS = ("table", "rows x dim", "p", "q", "ranks", "dense MB", "TT MB", "ratio", "optimizer MB", "placement")
+_TEXT_COLUMNS = ("table", "p", "q", "ranks", "placement")
+
+
+@dataclass(frozen=True)
+class CompressionRow:
+    """One TT table of a plan. Bytes are those of one copy; a data-parallel table has one on every rank."""
+
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    p: tuple[int, ...]
+    q: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dense_bytes: int
+    tt_bytes: int
+    optimizer_bytes: int
+    placement: str
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes over TT bytes."""
+        return self.dense_bytes / self.tt_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a JSON report."""
+        return {**asdict(self), "ratio": self.ratio}
+
+    def cells(self) -> tuple[str, ...]:
+        """Text of `COLUMNS`."""
+        return (
+            self.table,
+            f"{self.num_embeddings:,} x {self.embedding_dim}",
+            _factors(self.p),
+            _factors(self.q),
+            _factors(self.ranks),
+            _megabytes(self.dense_bytes),
+            _megabytes(self.tt_bytes),
+            f"{self.ratio:,.1f}x",
+            _megabytes(self.optimizer_bytes),
+            self.placement,
+        )
+
+
+def compression_rows(
+    best_plan: list[ShardingOption], topology: Topology, compression: Mapping[str, TTSpec]
+) -> list[CompressionRow]:
+    """One row for each TT table of a plan, in the plan's order."""
+    rows = []
+    for option in best_plan:
+        if not is_tt(option, compression):
+            continue
+        spec = compression[option.name]
+        element_size = option.tensor.element_size()
+        counted = table_bytes(
+            spec,
+            option.sharding_type,
+            optimizer_class(option),
+            lookups_per_rank(option, topology.world_size, None),
+            element_size,
+        )
+        rows.append(
+            CompressionRow(
+                option.name,
+                spec.num_embeddings,
+                spec.embedding_dim,
+                spec.p,
+                spec.q,
+                spec.ranks,
+                dense_bytes=spec.num_embeddings * spec.embedding_dim * element_size,
+                tt_bytes=counted.cores,
+                optimizer_bytes=counted.optimizer,
+                placement=_placement(option),
+            )
+        )
+    return rows
+
+
+class CompressionStats(Stats):
+    """Keeps the compression table of the last plan, on the rank that planned, and prints it there.
+
+    Args:
+        compression: spec of each TT table.
+        max_rows: tables listed one by one, the largest first; the others are counted in one line.
+        announce: print each plan's table when it is made; else only `show` prints.
+
+    Attributes:
+        rows: the table of the last plan.
+    """
+
+    def __init__(self, compression: Mapping[str, TTSpec], max_rows: int = 40, *, announce: bool = True) -> None:
+        self._compression = compression
+        self._max_rows = max_rows
+        self._announce = announce
+        self._summary = ""
+        self.rows: list[CompressionRow] = []
+
+    def log(
+        self, sharding_plan: ShardingPlan, topology: Topology, *, best_plan: list[ShardingOption], **kwargs: Any
+    ) -> None:
+        """Called by the planner with its plan; ``sharding_plan`` is empty if it found none."""
+        self.rows = compression_rows(best_plan, topology, self._compression) if sharding_plan.plan else []
+        dense = [o for o in best_plan if not is_tt(o, self._compression)]
+        dense_bytes = sum(o.tensor.numel() * o.tensor.element_size() for o in dense)
+        self._summary = _summary(self.rows, len(dense), dense_bytes)
+        if self._announce and (not dist.is_initialized() or dist.get_rank() == 0):
+            self.show()
+
+    def show(self) -> None:
+        """Prints the table of the last plan, if it has TT tables: drawn on a terminal, in plain lines elsewhere."""
+        if not self.rows:
+            return
+        table = self._table()
+        if sys.stdout.isatty():
+            _draw(table, self._summary)
+        else:
+            print("\n".join([*_align(table), self._summary]), flush=True)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        largest = sorted(self.rows, key=lambda row: row.dense_bytes, reverse=True)
+        table = [row.cells() for row in largest[: self._max_rows]]
+        rest = largest[self._max_rows :]
+        if rest:
+            table.append(_sum_cells(f"{len(rest)} smaller tables", rest))
+        table.append(_sum_cells("total", self.rows))
+        return table
+
+
+def _sum_cells(label: str, rows: list[CompressionRow]) -> tuple[str, ...]:
+    dense = sum(row.dense_bytes for row in rows)
+    cores = sum(row.tt_bytes for row in rows)
+    return (
+        label,
+        f"{sum(row.num_embeddings for row in rows):,}",
+        *("", "", ""),
+        _megabytes(dense),
+        _megabytes(cores),
+        f"{dense / cores:,.1f}x",
+        _megabytes(sum(row.optimizer_bytes for row in rows)),
+        "",
+    )
+
+
+def _summary(rows: list[CompressionRow], dense_tables: int, dense_bytes: int) -> str:
+    before, after = sum(row.dense_bytes for row in rows), sum(row.tt_bytes for row in rows)
+    return (
+        f"{len(rows)} of {len(rows) + dense_tables} tables are tensor trains: {_megabytes(before)} MB become "
+        f"{_megabytes(after)} MB; the other {dense_tables} keep {_megabytes(dense_bytes)} MB. 1 MB = 1,000,000 bytes"
+    )
+
+
+def _placement(option: ShardingOption) -> str:
+    ranks = sorted({shard.rank for shard in option.shards})
+    if option.sharding_type == DATA_PARALLEL:
+        return f"data_parallel on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    return f"{option.sharding_type} on rank {', '.join(map(str, ranks))}"
+
+
+def _factors(numbers: tuple[int, ...]) -> str:
+    return "x".join(map(str, numbers))
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.2f}"
+
+
+def _align(table: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[c]) for row in (COLUMNS, *table)) for c in range(len(COLUMNS))]
+    return [
+        "  ".join(
+            cell.ljust(width) if name in _TEXT_COLUMNS else cell.rjust(width)
+            for name, cell, width in zip(COLUMNS, row, widths)
+        ).rstrip()
+        for row in (COLUMNS, *table)
+    ]
+
+
+def _draw(table: list[tuple[str, ...]], summary: str) -> None:
+    from rich.console import Console  # only where there is a terminal to draw on
+    from rich.table import Table
+
+    drawn = Table(title="Tensor-train tables", caption=summary)
+    for name in COLUMNS:
+        drawn.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right")
+    for row in table[:-1]:
+        drawn.add_row(*row)
+    drawn.add_section()
+    drawn.add_row(*table[-1])
+    Console().print(drawn)

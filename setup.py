@@ -1,0 +1,132 @@
+"""Builds the compiled ops, `flowtt_torchrec/_C.so`, against the installed torch; everything else is in pyproject.toml.
+
+The library uses torch's stable ABI and no Python API: one build serves every Python and every torch from 2.11 on.
+Environment variables: CXX, CXXFLAGS, LDFLAGS; MAX_JOBS, compilers at a time; FLOWTT_BUILD_CUDA=auto|0|1.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, SetupError
+
+ROOT = Path(__file__).parent
+OBJECTS = ROOT / "build" / "objects"  # kept from build to build, whoever asks for it
+LIBRARY = "_C.so"
+
+MIN_TORCH = (2, 11)
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+# Kernels are compiled once for each instruction set; csrc/cpu/isa.cpp chooses at run time and tests for these flags.
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"]
+ISA_FLAGS = {"kernels_avx2.cpp": AVX2, "kernels_avx512.cpp": AVX512}
+
+
+def sources() -> list[Path]:
+    found = [ROOT / "csrc" / "bindings.cpp", *sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))]
+    return [path for path in found if X86 or path.name not in ISA_FLAGS]
+
+
+def choose_backends() -> str:
+    """What is built and why, in one line."""
+    wanted = os.environ.get("FLOWTT_BUILD_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SetupError(f"FLOWTT_BUILD_CUDA={wanted!r} is unknown; allowed: auto, 0, 1")
+    if wanted == "1":
+        raise SetupError("FLOWTT_BUILD_CUDA=1, but this release has no CUDA kernels; set it to auto or 0")
+    isas = "AVX-512, AVX2 and baseline" if X86 else f"baseline, the only ones for {platform.machine()}"
+    why = "FLOWTT_BUILD_CUDA=0" if wanted == "0" else "this release has none"
+    return f"flowtt: building the CPU ops ({isas}) without CUDA kernels ({why})"
+
+
+class BuildOps(build_ext):
+    """Compiles what changed, in parallel, each file with its own flags."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], LIBRARY))
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            import torch
+        except ImportError as error:
+            raise SetupError(
+                "building the ops needs torch: install it first, then build with "
+                "`pip install --no-build-isolation -e .`"
+            ) from error
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
+            raise SetupError(
+                f"torch {torch.__version__} is too old; {'.'.join(map(str, MIN_TORCH))} or later is needed"
+            )
+        print(choose_backends(), flush=True)
+
+        torch_root = Path(torch.__file__).parent
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), f"-DFLOWTT_X86={int(X86)}"]
+        flags += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'include'}"]
+        torch_flags = [*STABLE_ABI, "-isystem", str(torch_root / "include")]
+
+        def compile_one(source: Path) -> Path:
+            uses_torch = source.parent.name == "csrc"
+            own = [*(torch_flags if uses_torch else ()), *ISA_FLAGS.get(source.name, ())]
+            target = OBJECTS / f"{source.stem}.o"
+            command = [*compiler, *flags, *own, "-MMD", "-c", str(source), "-o", str(target)]
+            run_if_stale(command, source, target, torch.__version__ if uses_torch else "")
+            return target
+
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+            objects = [str(path) for path in pool.map(compile_one, sources())]
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        link = shlex.split(os.environ.get("LDFLAGS", ""))
+        run([*compiler, "-shared", *objects, "-o", str(library), f"-L{torch_root / 'lib'}", "-ltorch_cpu", *link])
+
+
+def run_if_stale(command: list[str], source: Path, target: Path, version: str) -> None:
+    """Compiles unless the object is newer than the source and its headers, and was made by the same command."""
+    record, dependencies = target.with_suffix(".cmd"), target.with_suffix(".d")
+    signature = shlex.join(command) + f"\ntorch {version}\n"
+    if target.exists() and dependencies.exists() and record.exists() and record.read_text() == signature:
+        names = dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()
+        made = target.stat().st_mtime
+        if all(Path(name).exists() and Path(name).stat().st_mtime <= made for name in names):
+            return
+    print(f"flowtt: compiling {source.relative_to(ROOT)}", flush=True)
+    record.unlink(missing_ok=True)
+    run(command)
+    record.write_text(signature)
+
+
+def run(command: list[str]) -> None:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode != 0:
+        print(shlex.join(command), result.stdout, sep="\n", file=sys.stderr, flush=True)
+        raise CompileError(f"{command[0]} ended with status {result.returncode}; its messages are above")
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "flowtt_torchrec._C",
+            sources=[str(path.relative_to(ROOT)) for path in sources()],
+            depends=[
+                str(path.relative_to(ROOT))
+                for path in sorted((ROOT / "csrc").rglob("*"))
+                if path.suffix in (".h", ".inc")
+            ],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildOps},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

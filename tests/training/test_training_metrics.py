@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sklearn.metrics import log_loss, roc_auc_score
+
+from flowtt_torchrec.training.metrics import ClickMetrics, Scores
+
+
+def _rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, generator=generator).round(decimals=1)  # with ties
+    return logits, (torch.rand(count, generator=generator) < torch.sigmoid(logits - 1)).float()
+
+
+def _expected(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    loss = log_loss(labels, torch.sigmoid(logits.double()))
+    mean = labels.double().mean().item()
+    entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
+    return roc_auc_score(labels, logits), loss / entropy, loss
+
+
+def test_scores_are_those_of_all_batches() -> None:
+    logits, labels = _rows(1000)
+    metrics = ClickMetrics()
+    for start in range(0, 1000, 300):
+        metrics.update(logits[start : start + 300], labels[start : start + 300])
+    scores = metrics.compute()
+    assert scores.samples == 1000
+    assert scores[:3] == pytest.approx(_expected(logits, labels), rel=1e-6)
+
+
+def test_a_window_keeps_whole_batches() -> None:
+    logits, labels = _rows(1000)
+    metrics = ClickMetrics(max_samples=250)
+    for start in range(0, 1000, 100):
+        metrics.update(logits[start : start + 100], labels[start : start + 100])
+    assert metrics.compute()[:3] == pytest.approx(_expected(logits[700:], labels[700:]), rel=1e-6)
+
+
+def test_without_two_classes_there_is_a_loss_only() -> None:
+    metrics = ClickMetrics()
+    metrics.update(torch.zeros(3), torch.zeros(3))
+    scores = metrics.compute()
+    assert math.isnan(scores.auroc)
+    assert math.isnan(scores.ne)
+    assert scores.loss == pytest.approx(math.log(2))
+
+
+def test_without_rows_there_is_nothing() -> None:
+    metrics = ClickMetrics()
+    metrics.update(*_rows(5))
+    metrics.reset()
+    assert metrics.compute().samples == 0
+
+
+def _rank(rank: int, store: str, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    logits, labels = _rows(400)
+    metrics = ClickMetrics()
+    metrics.update(logits[rank::2], labels[rank::2])
+    torch.save(tuple(metrics.compute()), f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_are_scored_together(tmp_path: Path) -> None:
+    mp.start_processes(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2, start_method="forkserver")
+    first, second = (Scores(*torch.load(tmp_path / f"{rank}.pt")) for rank in range(2))
+    assert first == second
+    assert first.samples == 400
+    assert first[:3] == pytest.approx(_expected(*_rows(400)), rel=1e-6)
