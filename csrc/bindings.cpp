@@ -1,10 +1,8 @@
-// The ops: schemas, checks of arguments, allocation. The only file that includes torch, and only its stable ABI.
+// The ops: schemas, and the CPU kernels behind them. Of torch, only the stable ABI.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -12,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/flow_plan.h"
 #include "cpu/isa.h"
 #include "cpu/pooled_backward.h"
@@ -22,103 +21,6 @@
 
 namespace flowtt {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-template <class... Args>
-void check(bool condition, const Args&... message) {
-  if (condition) return;
-  std::ostringstream text;
-  (text << ... << message);
-  throw std::runtime_error(text.str());
-}
-
-const char* name_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    default:
-      return "another type";
-  }
-}
-
-std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i > 0 ? ", " : "") << tensor.size(i);
-  text << ']';
-  return text.str();
-}
-
-// Checks that an argument is a contiguous CPU tensor of this shape; -1 takes any size.
-void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  check(tensor.is_cpu(), name, " must be on the CPU");
-  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::ostringstream wanted;
-  int64_t i = 0;
-  for (int64_t size : shape) {
-    same = same && (size < 0 || tensor.size(i) == size);
-    wanted << (i++ > 0 ? ", " : "");
-    size < 0 ? wanted << 'n' : wanted << size;
-  }
-  check(same, name, " must have shape [", wanted.str(), "], not ", shape_of(tensor));
-  check(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-void check_type(const char* name, const Tensor& tensor, ScalarType type) {
-  check(tensor.scalar_type() == type, name, " must be ", name_of(type), ", not ", name_of(tensor.scalar_type()));
-}
-
-Integers integers(const char* name, const Tensor& tensor) {
-  check_shape(name, tensor, {-1});
-  const ScalarType type = tensor.scalar_type();
-  check(type == ScalarType::Int || type == ScalarType::Long, name, " must be int32 or int64, not ", name_of(type));
-  return {tensor.const_data_ptr(), type == ScalarType::Long};
-}
-
-std::vector<Table> read_tables(const Tensor& tables) {
-  check_shape("tables", tables, {-1, kTableColumns});
-  check_type("tables", tables, ScalarType::Long);
-  std::vector<Table> read;
-  for (int64_t i = 0; i < tables.size(0); ++i) {
-    const Table table = read_table(tables.const_data_ptr<int64_t>() + i * kTableColumns);
-    check(2 <= table.num_cores && table.num_cores <= kMaxCores, "table ", i, " has ", table.num_cores,
-          " cores; allowed: 2 to ", kMaxCores);
-    check(i == 0 || table.table_shift == read[0].table_shift, "tables differ in their table shift");
-    read.push_back(table);
-  }
-  check(!read.empty(), "tables must have at least one row");
-  return read;
-}
-
-Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t num_lookups, size_t num_tables) {
-  check_shape("features", features, {-1, kFeatureColumns});
-  check_type("features", features, ScalarType::Long);
-  const int64_t num_features = features.size(0), bags = offsets.numel() - 1;
-  check(num_features > 0, "features must have at least one row");
-  const Integers starts = integers("offsets", offsets);
-  check(bags >= 0 && bags % num_features == 0, "offsets has ", offsets.numel(), " entries; ", num_features,
-        " features need ", num_features, " * batch_size + 1");
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  check(num_lookups < kMost && bags < kMost, "a batch of ", num_lookups, " lookups in ", bags,
-        " bags is too large; allowed are fewer than ", kMost, " of each: split the batch");
-  const Batch batch{num_features, bags / num_features, num_lookups, features.const_data_ptr<int64_t>(), starts};
-  for (int64_t feature = 0; feature < num_features; ++feature) {
-    const int64_t table = batch.table(feature);
-    check(0 <= table && table < static_cast<int64_t>(num_tables), "feature ", feature, " names table ", table,
-          "; allowed: 0 to ", num_tables - 1);
-  }
-  return batch;
-}
 
 std::string table_name(const Tensor& names, int64_t table) {
   const auto* text = names.const_data_ptr<uint8_t>();

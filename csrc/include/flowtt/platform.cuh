@@ -1,7 +1,7 @@
 // The only header that knows whether nvcc compiles the kernels, or the emulator that runs them on a CPU in tests.
 //
 // What follows for kernels: shared memory only through FLOWTT_DYNAMIC_SHARED and SharedPlan; launches only through
-// FLOWTT_LAUNCH; inline PTX only here; full masks in warp operations.
+// FLOWTT_LAUNCH; inline PTX only here; full masks in warp operations. A header with kernels is for one source file.
 #pragma once
 
 #include <cstddef>
