@@ -43,10 +43,15 @@ test: $(BUILT) $(DEV)
 
 lint: $(BUILT) $(DEV)
 	$(ACTIVATE) && ruff check . && ruff format --check . && mypy
-	$(ACTIVATE) && clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(ACTIVATE) && clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inc')
 
 format: $(DEV)
-	$(ACTIVATE) && ruff check --fix . && ruff format . && clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(ACTIVATE) && ruff check --fix . && ruff format . && clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inc')
+
+# The quick preset, about a minute and a half. The results go to benchmarks/results/.
+bench: $(BUILT) $(DEV)
+	@mkdir -p benchmarks/results
+	$(ACTIVATE) && python -m benchmarks.lookup --preset quick --json benchmarks/results/lookup_quick.json --csv benchmarks/results/lookup_quick.csv
 
 clean:
 	rm -rf build *.egg-info flowtt_torchrec/_C*.so $(BUILT)

@@ -70,9 +70,18 @@ class CpuWatch:
     def __init__(self) -> None:
         self._start = self._read()
 
-    def other_cores(self) -> float:
-        """Cores that others kept busy, on average since the watch was made (stolen time of a virtual machine too)."""
+    def own_seconds(self) -> float:
+        """CPU time of this process since the watch was made."""
+        return self._read()[2] - self._start[2]
+
+    def other_cores(self, siblings: float = 0.0) -> float:
+        """Cores that others kept busy, on average since the watch was made (stolen time of a virtual machine too).
+
+        Args:
+            siblings: CPU time since then of other processes that belong to the run.
+        """
         wall, busy, own = (now - before for now, before in zip(self._read(), self._start, strict=True))
+        own += siblings
         cpus = len(os.sched_getaffinity(0))
         return min(cpus, max(0.0, busy - own) / wall) if wall > 0 else 0.0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 
 from benchmarks.baselines import DenseEmbeddingBag, DenseTBE, TTRec
 from benchmarks.contenders import Contender, FlowTT
+from benchmarks.process_memory import MALLOC, in_use, peak, reset_peak
 from benchmarks.workloads import Workload
 from flowtt_torchrec.spec import TTSpec
 
@@ -30,9 +30,6 @@ CONTENDERS: dict[str, Callable[[TTSpec], Contender]] = {
     "nn_embedding_bag": lambda spec: DenseEmbeddingBag([spec]),
 }
 STEPS = 3
-# glibc then returns memory when it is freed, so that the peak counts what is alive, not what malloc keeps for later and
-# not what was freed before the steps and is used again by them.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def measure_peak(contender: str, workload: Workload, threads: int) -> Peak:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", json.dumps(request)],
         cwd=Path(__file__).parent.parent,
-        env=os.environ | _MALLOC,
+        env=os.environ | MALLOC,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -98,39 +95,15 @@ def _measure(request: dict[str, Any]) -> Peak:
     # The first use of threads, autograd and libraries takes memory that has nothing to do with the batch.
     contender.step(Workload((spec,), "uniform", 2).batches(1)[0])
 
-    resettable = _reset_peak()
-    before = _in_use() if resettable else _peak(resettable)
+    resettable = reset_peak()
+    before = in_use() if resettable else peak(resettable)
     for batch in batches:
         contender.step(batch)
-    step = max(0, _peak(resettable) - before)
+    step = max(0, peak(resettable) - before)
 
     plan = sum(t.numel() * t.element_size() for t in contender.plan(batches[0])) if isinstance(contender, FlowTT) else 0
     rows = 4 * spec.embedding_dim * max(batch.indices.unique().numel() for batch in batches)
     return Peak(contender.num_bytes, step, plan, rows, "VmHWM" if resettable else "ru_maxrss")
-
-
-def _reset_peak() -> bool:
-    """Sets the kernel's peak to the present use; false where the kernel does not let us."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _in_use() -> int:
-    return _status("VmRSS")
-
-
-def _peak(resettable: bool) -> int:
-    return _status("VmHWM") if resettable else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

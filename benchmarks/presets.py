@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.harness import Effort
-from benchmarks.workloads import BALANCED, FLOW_SHAPE
+from benchmarks.workloads import BALANCED, FLOW_SHAPE, mixed_tables
 from flowtt_torchrec.spec import TTSpec
 
 
@@ -30,6 +30,8 @@ class Preset:
             then larger last ones.
         tables: tables of a group; the last one is the largest.
         lookups_a_table: lookups of each table of a group.
+        mixed: tables of a group of very different sizes.
+        mixed_lookups: lookups of each of them.
         gemm_size: rows and columns of the matrix product that counts as the machine's rate.
         ttrec_bytes: the TT-Rec baseline is left out where its gathered slices take more.
         all_baselines: whether the comparison has the baselines that no figure needs.
@@ -58,6 +60,8 @@ class Preset:
     )
     tables: tuple[int, ...] = (788,)
     lookups_a_table: tuple[int, ...] = (32,)
+    mixed: tuple[TTSpec, ...] = mixed_tables(26, 10_000_000)
+    mixed_lookups: int = 4096
     gemm_size: int = 2048
     ttrec_bytes: int = 2_500_000_000
     all_baselines: bool = False
@@ -77,7 +81,7 @@ PRESETS = {
     # What docs and plots are made from.
     "full": Preset(
         "full",
-        (*_FIGURES, "optimizers", "flows", "batch", "pooling", "ranks", "dims", "cores", "shapes"),
+        (*_FIGURES, "optimizers", "flows", "mixed", "batch", "pooling", "ranks", "dims", "cores", "shapes"),
         Effort(rounds=15, seconds=60),
         Effort(rounds=9, seconds=90),
         pooled_lookups=655_360,
@@ -101,6 +105,8 @@ PRESETS = {
         shapes=((20, 20, 20), (10, 8, 100)),
         tables=(1, 5),
         lookups_a_table=(4,),
+        mixed=mixed_tables(3, 3000),
+        mixed_lookups=16,
         gemm_size=64,
     ),
 }

@@ -263,4 +263,6 @@ def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
 def _amount(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value / 1e6:,.2f}"
-    return f"{value:,.3f}" if unit == "ms" else f"{value:,.4g}"
+    if unit == "ms":
+        return f"{value:,.3f}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

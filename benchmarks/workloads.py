@@ -28,7 +28,7 @@ DISTRIBUTIONS = (
     "distinct",
 )
 
-# The study table of TT-Rec's own kernel benchmark: 11 M addressable rows of 64 columns.
+# The shape of TT-Rec's own kernel benchmark, 11 M addressable rows, for a table of 10 M rows; and a flow shape for it.
 ROWS, DIM = 10_000_000, 64
 BALANCED = TTSpec(ROWS, DIM, p=(200, 220, 250), q=(4, 4, 4), ranks=(32, 32))
 FLOW_SHAPE = TTSpec(ROWS, DIM, p=(50, 40, 5000), q=(4, 4, 4), ranks=(32, 32))
@@ -177,10 +177,10 @@ def small_tables(count: int) -> tuple[TTSpec, ...]:
     )
 
 
-def mixed_tables(count: int, dim: int = 32, rank: int = 32) -> tuple[TTSpec, ...]:
-    """Tables of 1,000 to 10,000,000 rows, spread evenly on a logarithmic scale."""
-    sizes = np.geomspace(1e3, 1e7, count).round().astype(int)
-    return tuple(TTSpec.suggest(int(rows), dim, rank) for rows in sizes)
+def mixed_tables(count: int, most_rows: int) -> tuple[TTSpec, ...]:
+    """Tables of 1,000 to ``most_rows`` rows of 32 columns, spread evenly on a logarithmic scale, rank 32."""
+    sizes = np.geomspace(1000, most_rows, count).round().astype(int)
+    return tuple(TTSpec.suggest(int(rows), 32, 32) for rows in sizes)
 
 
 def _join(values: Sequence[int]) -> str:

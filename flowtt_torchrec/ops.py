@@ -214,7 +214,8 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
         per_sample_weights, momentum1, offsets, *plan, layout, optimizer, mode, backend = args
-        ctx.weights, ctx.version = weights, weights._version
+        # A compiled graph guards its saved tensors itself, and cannot trace versions.
+        ctx.weights, ctx.version = weights, None if torch.compiler.is_compiling() else weights._version
         ctx.momentum1 = momentum1
         ctx.save_for_backward(per_sample_weights, offsets, *plan)
         ctx.layout, ctx.optimizer, ctx.mode, ctx.backend = layout, optimizer, mode, backend
@@ -224,7 +225,7 @@ class _FusedLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         per_sample_weights, offsets, *plan = ctx.saved_tensors
-        if ctx.weights._version != ctx.version:
+        if ctx.version is not None and ctx.weights._version != ctx.version:
             raise RuntimeError(
                 "the tensor-train weights have changed since this forward pass, so its gradient cannot be taken; "
                 "with a fused optimizer run backward before the next backward of the same tables, or train them with "
@@ -243,7 +244,8 @@ class _FusedLookup(torch.autograd.Function):
             ctx.mode,
             wants_per_sample_weights,
         )
-        torch.autograd.graph.increment_version(ctx.weights)
+        if ctx.version is not None:
+            torch.autograd.graph.increment_version(ctx.weights)
         rest = (None,) * (len(ctx.needs_input_grad) - 2)
         return None, grad_per_sample_weights if wants_per_sample_weights else None, *rest
 

@@ -219,6 +219,35 @@ def test_fused_steps_with_the_learning_rate_of_the_moment(backend):
         BatchedTTEmbeddingBags(TABLES).set_learning_rate(0.1)
 
 
+@pytest.mark.parametrize("optimizer", [None, OptimizerSpec("rowwise_adagrad", 0.1)], ids=["dense", "fused"])
+def test_batched_compiles_without_graph_breaks(optimizer):
+    eager = BatchedTTEmbeddingBags(TABLES, optimizer=optimizer)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=True)
+    with ops.use_backend("native"):
+        for batch_size in (5, 8):
+            indices, offsets = random_batch(eager.layout, batch_size, seed=batch_size)
+            outputs = [module(indices, offsets) for module in (eager, compiled)]
+            assert torch.equal(*outputs)
+            for output in outputs:
+                output.square().sum().backward()
+    assert torch.equal(eager.weights, twin.weights)
+    if optimizer is None:
+        assert torch.equal(eager.weights.grad, twin.weights.grad)
+    else:
+        assert torch.equal(eager.momentum1, twin.momentum1)
+        assert twin.momentum1.any()
+
+
+@pytest.mark.parametrize("options", [{"mode": "sum"}, {"mode": "mean", "padding_idx": 7}])
+def test_one_table_compiles_without_graph_breaks(options):
+    bag, _ = make_twins(**options)
+    compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=True)
+    with ops.use_backend("native"):
+        for input in (torch.tensor([[1, 7, 9], [7, 7, 7]]), torch.arange(40).view(10, 4)):
+            assert torch.equal(bag(input), compiled(input))
+
+
 def test_initial_weights_depend_on_name_and_seed_only():
     names = list(TABLES)
     bags = BatchedTTEmbeddingBags(TABLES)

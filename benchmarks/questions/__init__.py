@@ -10,7 +10,7 @@ from benchmarks.questions.growth import growth
 from benchmarks.questions.memory import memory
 from benchmarks.questions.run import Run
 from benchmarks.questions.sweeps import batch, cores, dims, flows, optimizers, pooling, ranks, shapes
-from benchmarks.questions.tables import tables
+from benchmarks.questions.tables import mixed, tables
 
 QUESTIONS: dict[str, Callable[[Run], None]] = {
     question.__name__: question
@@ -22,6 +22,7 @@ QUESTIONS: dict[str, Callable[[Run], None]] = {
         memory,
         optimizers,
         flows,
+        mixed,
         batch,
         pooling,
         ranks,

@@ -269,7 +269,7 @@ class TTFusedOptimizer(FusedOptimizer):
 
     Attributes:
         params: ``<table>.tt_core<k>`` to core. The sharded collection puts ``embedding_bags.`` before the keys.
-        state: core to ``{"<table>.tt_core<k>.momentum1": …}``, views of the memory that backward updates.
+        state: core to ``{"<table>.tt_core<k>.momentum1": …}``, views of the memory that backward updates. SGD has none.
         param_groups: one group, whose ``lr`` holds from the next forward on.
     """
 
@@ -280,7 +280,8 @@ class TTFusedOptimizer(FusedOptimizer):
             for k, (core, core_state) in enumerate(zip(cores[name], states)):
                 key = f"{name}.{core_name(k)}"
                 params[key] = core
-                state[core] = {f"{key}.{state_name}": tensor for state_name, tensor in core_state.items()}
+                if core_state:  # an empty entry could not be loaded on another rank than it was saved on
+                    state[core] = {f"{key}.{state_name}": tensor for state_name, tensor in core_state.items()}
         assert bags.optimizer is not None
         super().__init__(params, state, [{"params": list(params.values()), "lr": bags.optimizer.learning_rate}])
 

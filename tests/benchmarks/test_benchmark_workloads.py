@@ -68,4 +68,4 @@ def test_batches_are_feature_by_feature() -> None:
 def test_the_flow_shape_has_no_more_parameters() -> None:
     assert FLOW_SHAPE.num_parameters <= BALANCED.num_parameters
     assert len(small_tables(788)) == 788
-    assert [spec.num_embeddings for spec in mixed_tables(3)] == [1000, 100_000, 10_000_000]
+    assert [spec.num_embeddings for spec in mixed_tables(3, 10_000_000)] == [1000, 100_000, 10_000_000]

@@ -87,7 +87,7 @@ def test_rowwise_adagrad_keeps_one_number_a_slice(one_rank: Callable[..., Any]) 
 
 
 def schedules(rank: int, world_size: int) -> None:
-    """A learning rate of zero, set by a scheduler, stops fused and data-parallel cores; a later one moves them again."""
+    """A learning rate of zero, set by a scheduler, stops all cores; a later one moves them again."""
     model = shard(TABLES, world_size, (torch.optim.SGD, {"lr": 0.2}))
     optimizers = all_optimizers(model, lambda parameters: torch.optim.SGD(parameters, lr=0.2))
     assert {group["lr"] for group in optimizers.param_groups} == {0.2}
@@ -178,12 +178,16 @@ def test_the_sharders_fused_params_count(one_rank: Callable[..., Any]) -> None:
         ((torch.optim.RMSprop, {"lr": 0.1}), r"table 'tw': RMSprop cannot be fused"),
         ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), r"table 'tw'.*'momentum'.*known: lr, eps, weight_decay"),
         ((torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "max_norm": 1.0}), r"table 'tw'.*'max_norm'"),
-        ((torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": -1.0}), r"table 'tw'.*eps of at least 0, not -1"),
     ],
 )
 def test_unsupported_optimizers_name_the_table(one_rank: Callable[..., Any], optimizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         one_rank(lambda rank, world_size: shard(TABLES[:1], world_size, optimizer))
+
+
+def test_a_negative_learning_rate_names_the_table(one_rank: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"table 'tw'.*learning_rate of at least 0, not -1"):
+        one_rank(lambda rank, world_size: shard(TABLES[:1], world_size, fused_params={"learning_rate": -1.0}))
 
 
 def test_unsupported_optimizers_are_fine_for_data_parallel_tables(one_rank: Callable[..., Any]) -> None:

@@ -1,0 +1,348 @@
+"""The planner: storage, cost, choices, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchrec.optim
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from twins import Table, apply_optimizer_in_backward, shard
+
+from flowtt_torchrec.distributed import (
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingEnumerator,
+    TTEmbeddingShardingPlanner,
+    TTPerfEstimator,
+    TTStorageEstimator,
+)
+from flowtt_torchrec.distributed.estimators import occupied, table_bytes
+from flowtt_torchrec.spec import TTSpec
+
+GIB = 1024**3
+CUSTOMIZED = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+BIG = TTSpec.suggest(40_000_000, 128, 32)
+MID = TTSpec.suggest(3_000_000, 64, 16)
+SIZES = {"big": (40_000_000, 128), "mid": (3_000_000, 64), "small": (100_000, 64), "tiny": (5_000, 32)}
+COMPRESSION = {"big": BIG, "mid": MID}
+
+
+def collection(
+    optimizer: Any = (torch.optim.Adagrad, {"lr": 0.1}), sizes: dict[str, tuple[int, int]] = SIZES
+) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"])
+        for name, (rows, dim) in sizes.items()
+    ]
+    ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    apply_optimizer_in_backward(optimizer[0], ebc.parameters(), dict(optimizer[1]))
+    return ebc
+
+
+def topology(world_size: int = 2, device: str = "cpu", capacity: float = 8) -> Topology:
+    capacities = {"hbm_cap": int(capacity * GIB)} if device == "cuda" else {"ddr_cap": int(capacity * GIB)}
+    return Topology(world_size=world_size, local_world_size=world_size, compute_device=device, **capacities)
+
+
+def make_planner(compression: dict[str, TTSpec] = COMPRESSION, **kwargs: Any) -> TTEmbeddingShardingPlanner:
+    kwargs = {"topology": topology(), "batch_size": 2048, "stats": [], **kwargs}
+    return TTEmbeddingShardingPlanner(
+        storage_reservation=FixedPercentageStorageReservation(0.0), compression=compression, **kwargs
+    )
+
+
+def make_plan(ebc: EmbeddingBagCollection | None = None, **kwargs: Any) -> dict[str, tuple[str, str, list[int]]]:
+    planner = make_planner(**kwargs)
+    plan = planner.plan(ebc or collection(), [TTEmbeddingBagCollectionSharder(kwargs.get("compression", COMPRESSION))])
+    return entries(plan)
+
+
+def entries(plan: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
+    return {
+        name: (entry.sharding_type, entry.compute_kernel, entry.ranks)
+        for module in plan.plan.values()
+        for name, entry in module.items()
+    }
+
+
+def options_of(device: str, constraints: dict[str, ParameterConstraints] | None = None) -> list[ShardingOption]:
+    enumerator = TTEmbeddingEnumerator(topology(device=device), 2048, COMPRESSION, constraints)
+    return enumerator.enumerate(collection(), [TTEmbeddingBagCollectionSharder(COMPRESSION)])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_table_gets_its_own_kind_of_options(device: str) -> None:
+    stock = EmbeddingEnumerator(topology(device=device), 2048).enumerate(
+        collection(), [EmbeddingBagCollectionSharder()]
+    )
+    by_table: dict[str, set[tuple[str, str]]] = {}
+    for option in options_of(device):
+        by_table.setdefault(option.name, set()).add((option.sharding_type, option.compute_kernel))
+        assert all(shard.storage is not None and shard.perf is not None for shard in option.shards)
+    assert by_table["big"] == by_table["mid"] == {("table_wise", CUSTOMIZED), ("data_parallel", CUSTOMIZED)}
+    for name in ("small", "tiny"):
+        assert by_table[name] == {(o.sharding_type, o.compute_kernel) for o in stock if o.name == name}
+
+
+def test_options_come_in_one_order() -> None:
+    options = options_of("cuda")
+    per_table = {name: [o for o in options if o.name == name] for name in SIZES}
+    for of_table in per_table.values():
+        kinds = [(o.sharding_type, o.compute_kernel) for o in of_table]
+        assert kinds == sorted(kinds)
+    assert [o for of_table in per_table.values() for o in of_table] == sorted(
+        options, key=lambda o: list(SIZES).index(o.name)
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_storage_is_cores_state_gradient_plan_and_exchange(device: str) -> None:
+    for option in options_of(device):
+        if option.name != "big":
+            continue
+        cores = 4 * BIG.num_parameters
+        data_parallel = option.sharding_type == "data_parallel"
+        lookups = 2048 if data_parallel else 2 * 2048
+        gradient = 2 * cores if data_parallel else cores
+        exchange = lookups * 8 + lookups * 128 * 4  # ids in, pooled rows out
+        expected = cores + cores + gradient + 48 * lookups + exchange
+        assert len(option.shards) == (2 if data_parallel else 1)
+        for shard_ in option.shards:
+            got = shard_.storage.hbm if device == "cuda" else shard_.storage.ddr
+            assert got == expected
+            assert shard_.storage.hbm + shard_.storage.ddr == got
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "table_wise", "data_parallel"),
+    [
+        (None, 0, 0),
+        (torch.optim.SGD, 0, 0),
+        (torch.optim.Adagrad, 4 * BIG.num_parameters, 4 * BIG.num_parameters),
+        (torchrec.optim.RowWiseAdagrad, 4 * sum(BIG.p), 4 * BIG.num_parameters),
+        (torch.optim.Adam, 8 * BIG.num_parameters, 8 * BIG.num_parameters),
+    ],
+)
+def test_optimizer_bytes(optimizer: Any, table_wise: int, data_parallel: int) -> None:
+    assert table_bytes(BIG, "table_wise", optimizer, 0).optimizer == table_wise
+    assert table_bytes(BIG, "data_parallel", optimizer, 0).optimizer == data_parallel
+
+
+def test_exchange_bytes_are_the_stock_estimators() -> None:
+    """With features, pooling factors and batch sizes of every kind, the part that is not ours is TorchRec's own."""
+    constraints = {
+        "big": ParameterConstraints(pooling_factors=[3.0, 0.5], num_poolings=[1.0, 2.0], batch_sizes=[64, 512])
+    }
+    for device in ("cpu", "cuda"):
+        for option in options_of(device, constraints):
+            if option.name != "big":
+                continue
+            dense = with_kernel(option, "dense" if option.sharding_type == "data_parallel" else "fused")
+            sharders = {
+                sharder_name(EmbeddingBagCollection): TTEmbeddingBagCollectionSharder(COMPRESSION),
+            }
+            EmbeddingStorageEstimator(topology(device=device), constraints).estimate(
+                [dense], build_sharder_data_map(sharders)
+            )
+            lookups = (3.0 * 64 + 0.5 * 2 * 512) * (1 if option.sharding_type == "data_parallel" else 2)
+            own = table_bytes(BIG, option.sharding_type, torch.optim.Adagrad, lookups).total
+            for ours, stock in zip(option.shards, dense.shards):
+                weights_and_state = 2 * 4 * math.prod(SIZES["big"])
+                exchange = stock.storage.hbm + stock.storage.ddr - weights_and_state
+                assert ours.storage.hbm + ours.storage.ddr - own == exchange
+
+
+def with_kernel(option: ShardingOption, kernel: str) -> ShardingOption:
+    other = copy.deepcopy(option)
+    other.compute_kernel = kernel
+    return other
+
+
+def test_what_a_rank_holds_is_what_was_estimated(one_rank: Callable[..., Any]) -> None:
+    def held(rank: int, world_size: int) -> None:
+        spec = TTSpec.suggest(100_000, 32, 16)
+        table = Table("t", 100_000, 32, ("f",), 0, spec)
+        for optimizer in (torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad):
+            model = shard([table], world_size, (optimizer, {"lr": 0.1}))
+            counted = table_bytes(spec, "table_wise", optimizer, 0)
+            cores = model.module.ebc.tt_cores()["t"]
+            assert sum(core.numel() * 4 for core in cores) == counted.cores
+            states = model.fused_optimizer.state_dict()["state"].values()
+            assert sum(tensor.numel() * 4 for state in states for tensor in state.values()) == counted.optimizer
+
+    one_rank(held)
+
+
+def perfs(
+    device: str, compression: dict[str, TTSpec], world_size: int = 2, **kwargs: Any
+) -> dict[tuple[str, str], Any]:
+    """Perf of the first shard of each option."""
+    topo = topology(world_size, device)
+    sharder = TTEmbeddingBagCollectionSharder(compression)
+    options = TTEmbeddingEnumerator(topo, 2048, compression, **kwargs).enumerate(collection(), [sharder])
+    return {(o.name, o.sharding_type): o.shards[0].perf for o in options if o.compute_kernel == CUSTOMIZED}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cost_follows_flops_bytes_and_ranks(device: str) -> None:
+    usual = perfs(device, COMPRESSION, flops_per_ms=1e6)  # so slow that flops count
+    lookups = 2 * 2048
+    rows = occupied(40_000_000, lookups)
+    prefixes = occupied(-(-40_000_000 // BIG.p[-1]), rows)
+    flops = rows * BIG.flops_per_row + prefixes * BIG.flops_per_prefix
+    perf = usual["big", "table_wise"]
+    assert perf.fwd_compute == pytest.approx(flops / 1e6)
+    assert perf.bwd_compute == pytest.approx(3 * flops / 1e6)
+    # lookups of a data-parallel table are those of one rank
+    assert usual["big", "data_parallel"].fwd_compute == pytest.approx(perf.fwd_compute / 2, rel=0.02)
+    smaller = perfs(device, {"big": TTSpec.suggest(40_000_000, 128, 8), "mid": MID}, flops_per_ms=1e6)
+    assert smaller["big", "table_wise"].fwd_compute < perf.fwd_compute / 8
+    # with flops for nothing, memory is what counts
+    free = perfs(device, COMPRESSION, flops_per_ms=1e30)["big", "table_wise"]
+    assert 0 < free.fwd_compute < perf.fwd_compute
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_data_parallel_is_priced_with_core_bytes(device: str) -> None:
+    """As TorchRec prices the all-reduce of a dense table with as many numbers as the cores have."""
+    rows = -(-BIG.num_parameters // 128)
+    stock = EmbeddingEnumerator(
+        topology(device=device),
+        2048,
+        constraints={"t": ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["dense"])},
+    ).enumerate(collection(sizes={"t": (rows, 128)}), [EmbeddingBagCollectionSharder()])
+    ours = perfs(device, COMPRESSION)["big", "data_parallel"]
+    assert ours.bwd_comms == pytest.approx(stock[0].shards[0].perf.bwd_comms, rel=1e-12)
+    assert ours.fwd_comms == 0
+    assert perfs(device, COMPRESSION)["big", "table_wise"].fwd_comms > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tables_with_a_spec_become_tensor_trains_and_no_others(device: str) -> None:
+    plan = make_plan(topology=topology(device=device))
+    assert plan["big"][1] == plan["mid"][1] == CUSTOMIZED
+    assert {plan["small"][1], plan["tiny"][1]} <= {"fused", "dense"}
+
+
+def test_a_table_that_fits_no_device_fits_as_a_tensor_train() -> None:
+    stock = EmbeddingShardingPlanner(
+        topology=topology(capacity=1),
+        batch_size=2048,
+        stats=[],
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    with pytest.raises(PlannerError):
+        stock.plan(collection(), [EmbeddingBagCollectionSharder()])
+    assert make_plan(topology=topology(capacity=1))["big"][1] == CUSTOMIZED
+
+
+def test_no_room_even_for_the_cores_is_the_planners_error() -> None:
+    with pytest.raises(PlannerError, match="insufficient storage"):
+        make_plan(topology=topology(capacity=0.001))
+
+
+def test_equal_tables_are_spread_over_the_ranks() -> None:
+    sizes = {f"t{i}": (1_000_000, 64) for i in range(8)}
+    compression = {name: TTSpec.suggest(*size, 16) for name, size in sizes.items()}
+    constraints = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in sizes}
+    plan = make_plan(collection(sizes=sizes), topology=topology(4), compression=compression, constraints=constraints)
+    assert sorted(rank for _, _, (rank,) in plan.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_constraints_narrow_a_tt_table_to_one_placement() -> None:
+    for sharding_type, ranks in (("data_parallel", [0, 1]), ("table_wise", None)):
+        constraints = {"big": ParameterConstraints(sharding_types=[sharding_type, "row_wise"])}
+        entry = make_plan(constraints=constraints)["big"]
+        assert entry[:2] == (sharding_type, CUSTOMIZED)
+        assert ranks is None or entry[2] == ranks
+
+
+def test_dense_tables_keep_their_constraints() -> None:
+    constraints = {
+        "small": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"]),
+        "tiny": ParameterConstraints(sharding_types=["data_parallel"]),
+    }
+    plan = make_plan(topology=topology(device="cuda"), constraints=constraints)
+    assert plan["small"][:2] == ("row_wise", "fused")
+    assert plan["tiny"][:2] == ("data_parallel", "dense")
+
+
+def test_a_spec_without_a_table_is_named_with_the_near_match() -> None:
+    with pytest.raises(ValueError, match=r"names table 'bgi', which the model hasn't; it has .*did you mean 'big'\?"):
+        make_plan(compression={"bgi": BIG})
+
+
+def test_a_spec_of_another_size_is_named() -> None:
+    with pytest.raises(ValueError, match=r"table 'mid' is 3,000,000 x 64, but its TTSpec is for 40,000,000 x 128"):
+        make_plan(compression={"mid": BIG})
+
+
+def test_constraints_that_leave_no_option_are_named() -> None:
+    for constraints, message in (
+        (ParameterConstraints(sharding_types=["row_wise"]), r"table 'big'.*\['row_wise'\] only.*table_wise, data_par"),
+        (ParameterConstraints(compute_kernels=["fused"]), r"table 'big'.*\['fused'\] only.*'customized_kernel'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_planner(constraints={"big": constraints})
+
+
+def test_planner_and_sharder_must_agree() -> None:
+    planner = make_planner()
+    other = COMPRESSION | {"big": TTSpec.suggest(40_000_000, 128, 8)}
+    with pytest.raises(ValueError, match=r"planner's compression gives table 'big'.*pass both the same mapping"):
+        planner.plan(collection(), [TTEmbeddingBagCollectionSharder(other)])
+    with pytest.raises(ValueError, match=r"no sharder offers the TT kernel for \['\.big', '\.mid'\]"):
+        planner.plan(collection(), [EmbeddingBagCollectionSharder()])
+
+
+def test_a_stock_enumerator_is_refused() -> None:
+    with pytest.raises(ValueError, match="EmbeddingEnumerator enumerates no TT tables"):
+        make_planner(enumerator=EmbeddingEnumerator(topology(), 2048))
+
+
+def test_an_enumerator_of_ones_own() -> None:
+    enumerator = TTEmbeddingEnumerator(topology(), 2048, COMPRESSION, use_exact_enumerate_order=True)
+    assert make_plan(enumerator=enumerator)["big"][1] == CUSTOMIZED
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    planner, ebc = make_planner(), collection()
+    sharders = [TTEmbeddingBagCollectionSharder(COMPRESSION)]
+    assert entries(planner.plan(ebc, sharders)) == entries(planner.plan(ebc, sharders))
+    assert planner.hash_planner_context_inputs() != 0  # which reads the options kept from the last plan
+
+
+def test_estimators_leave_other_customised_kernels_alone() -> None:
+    options = [o for o in options_of("cpu") if o.name == "big"]
+    for option in options:
+        option.name = "not ours"
+        for shard_ in option.shards:
+            shard_.storage = shard_.perf = None
+    for estimator in (TTStorageEstimator(topology(), COMPRESSION), TTPerfEstimator(topology(), COMPRESSION)):
+        estimator.estimate(options, {})
+    assert all(shard_.storage is None and shard_.perf is None for o in options for shard_ in o.shards)
+
+
+def test_occupied() -> None:
+    assert occupied(1e9, 10) == pytest.approx(10)
+    assert occupied(10, 1e9) == pytest.approx(10)
+    assert occupied(100, 100) == pytest.approx(100 * (1 - math.exp(-1)))

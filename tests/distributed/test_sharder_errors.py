@@ -1,0 +1,259 @@
+"""What the sharder refuses, and how it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from ranks import Ranks
+from torchrec.distributed import sharding_plan as stock_plan
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from twins import Table, make_batch, shard
+
+from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, sharding_plan
+from flowtt_torchrec.spec import TTSpec
+
+SPEC = TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))
+TABLE = Table("t", 90, 16, ("f0",), 0, SPEC)
+
+
+def config(**kwargs: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        **{"name": "t", "num_embeddings": 90, "embedding_dim": 16, "feature_names": ["f0"], **kwargs}
+    )
+
+
+def shard_one(
+    compression: dict[str, TTSpec],
+    generator: Any,
+    table: EmbeddingBagConfig | None = None,
+    kernel: str | None = None,
+    device: str = "meta",
+    **kwargs: Any,
+) -> DistributedModelParallel:
+    """A model of one table, sharded by a plan of one entry."""
+    module = torch.nn.ModuleDict(
+        {"ebc": EmbeddingBagCollection(tables=[table or config()], device=torch.device(device))}
+    )
+    sharder = TTEmbeddingBagCollectionSharder(compression)
+    plan = construct_module_sharding_plan(
+        module["ebc"], {"t": generator}, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+    )
+    for name, value in {"compute_kernel": kernel, **kwargs}.items():
+        if value is not None:
+            setattr(plan["t"], name, value)
+    return DistributedModelParallel(
+        module, device=torch.device("cpu"), plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
+    )
+
+
+def refused(one_rank: Callable[..., Any], message: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        one_rank(lambda rank, world_size: shard_one(*args, **kwargs))
+
+
+def test_a_planned_tt_table_without_a_spec(one_rank: Callable[..., Any]) -> None:
+    message = r"table 't' is planned as customized_kernel, but the sharder's compression has no TTSpec"
+    refused(one_rank, message, {}, sharding_plan.table_wise(0))
+    refused(one_rank, message + r".*it has one for 'tt'", {"tt": SPEC}, sharding_plan.data_parallel())
+
+
+def test_a_spec_whose_table_is_planned_dense(one_rank: Callable[..., Any]) -> None:
+    message = r"table 't' has a TTSpec, but the plan gives it the kernel 'fused'.*TTEmbeddingShardingPlanner"
+    refused(one_rank, message, {"t": SPEC}, stock_plan.table_wise(0, compute_kernel="fused"))
+
+
+def test_a_spec_of_another_size(one_rank: Callable[..., Any]) -> None:
+    other = TTSpec(91, 16, (5, 5, 4), (2, 4, 2), (3, 5))
+    refused(one_rank, r"table 't' is 90 x 16, but its TTSpec is for 91 x 16", {"t": other}, sharding_plan.table_wise(0))
+
+
+@pytest.mark.parametrize(
+    ("generator", "sharding_type"),
+    [
+        (stock_plan.column_wise(ranks=[0, 0]), "column_wise"),
+        (stock_plan.row_wise(), "row_wise"),
+        (stock_plan.table_row_wise(host_index=0), "table_row_wise"),
+        (stock_plan.grid_shard(host_indexes=[0]), "grid_shard"),
+    ],
+)
+def test_other_sharding_types(one_rank: Callable[..., Any], generator: Any, sharding_type: str) -> None:
+    message = f"table 't' is planned {sharding_type}; TT tables support table_wise and data_parallel"
+    refused(one_rank, message, {"t": SPEC}, generator, kernel="customized_kernel")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_type": DataType.FP16}, "table 't' has data_type FP16; TT tables support FP32"),
+        ({"use_virtual_table": True, "total_num_buckets": 10}, "table 't' is a virtual table"),
+        ({"num_embeddings_post_pruning": 80}, "table 't' is pruned"),
+        ({"init_fn": torch.nn.init.xavier_uniform_}, "table 't' has an init_fn of its own.*from_dense"),
+        ({"weight_init_min": 0.0, "weight_init_max": 0.1}, "table 't' asks for initial weights of mean 0.05"),
+        ({"weight_init_min": 0.0, "weight_init_max": 0.0}, "standard deviation 0;"),
+    ],
+)
+def test_configs(one_rank: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
+    refused(one_rank, message, {"t": SPEC}, sharding_plan.table_wise(0), config(**changes))
+
+
+def test_bounds_check_none_and_output_dtype(one_rank: Callable[..., Any]) -> None:
+    args = ({"t": SPEC}, sharding_plan.table_wise(0))
+    refused(
+        one_rank, "table 't': bounds_check_mode NONE is not supported", *args, bounds_check_mode=BoundsCheckMode.NONE
+    )
+    refused(one_rank, "table 't': output_dtype .* is not supported", *args, output_dtype=DataType.FP16)
+
+
+def lookup_of(row: int, mode: BoundsCheckMode | None) -> torch.Tensor:
+    model = shard_one({"t": SPEC}, sharding_plan.table_wise(0), bounds_check_mode=mode)
+    features = KeyedJaggedTensor(keys=["f0"], values=torch.tensor([row]), lengths=torch.tensor([1]))
+    return model.module["ebc"](features)["f0"].detach()
+
+
+def test_bounds_checks(one_rank: Callable[..., Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"index 90 .*table 't'.* allowed: 0 to 89"):
+        one_rank(lambda rank, world_size: lookup_of(90, None))
+    for mode in (BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE):
+        got = one_rank(lambda rank, world_size, mode=mode: lookup_of(90, mode))
+        torch.testing.assert_close(got, one_rank(lambda rank, world_size: lookup_of(0, None)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "std"),
+    [
+        ({}, 1 / (3 * 20_000) ** 0.5),
+        ({"weight_init_min": -0.3, "weight_init_max": 0.3}, 0.3 / 3**0.5),
+        ({"init_fn": functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)}, 0.02),
+        ({"init_fn": functools.partial(torch.nn.init.uniform_, a=-0.1, b=0.1)}, 0.1 / 3**0.5),
+    ],
+)
+@pytest.mark.parametrize("generator", [sharding_plan.table_wise(0), sharding_plan.data_parallel()])
+def test_initial_rows_have_the_configs_deviation(
+    one_rank: Callable[..., Any], changes: dict[str, Any], std: float, generator: Any
+) -> None:
+    spec = TTSpec.suggest(20_000, 16, 16)
+
+    def rows(rank: int, world_size: int) -> torch.Tensor:
+        table = config(num_embeddings=20_000, **changes)
+        model = shard_one({"t": spec}, generator, table)
+        features = KeyedJaggedTensor(
+            keys=["f0"], values=torch.arange(20_000), lengths=torch.ones(20_000, dtype=torch.int64)
+        )
+        return model.module["ebc"](features)["f0"].detach()
+
+    drawn = one_rank(rows)
+    assert float(drawn.std()) == pytest.approx(std, rel=0.1)
+    assert abs(float(drawn.mean())) < 0.1 * std
+
+
+def test_tables_need_not_be_on_meta(one_rank: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="flowtt_torchrec"):
+        model = one_rank(lambda r, w: shard_one({"t": SPEC}, sharding_plan.table_wise(0), device="cpu"))
+    assert any("'t' was not on the meta device; its dense values are not used" in r.message for r in caplog.records)
+    assert [name for name, _ in model.named_parameters()] == [f"ebc.embedding_bags.t.tt_core{k}" for k in range(3)]
+
+
+def test_specs_of_another_collection_are_warned_of(
+    one_rank: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="flowtt_torchrec"):
+        one_rank(lambda r, w: shard_one({"t": SPEC, "elsewhere": SPEC}, sharding_plan.table_wise(0)))
+    assert any("collection ebc has no table 'elsewhere'" in record.message for record in caplog.records)
+
+
+def test_the_plan_is_not_changed_by_sharding(one_rank: Callable[..., Any]) -> None:
+    def twice(rank: int, world_size: int) -> None:
+        sharder = TTEmbeddingBagCollectionSharder({"t": SPEC})
+        ebc = EmbeddingBagCollection(tables=[config()], device=torch.device("meta"))
+        plan = construct_module_sharding_plan(
+            ebc, {"t": sharding_plan.table_wise(0)}, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+        )
+        before = dataclasses.asdict(plan["t"])
+        for _ in range(2):
+            DistributedModelParallel(
+                torch.nn.ModuleDict({"ebc": ebc}),
+                device=torch.device("cpu"),
+                plan=ShardingPlan({"ebc": plan}),
+                sharders=[sharder],
+            )
+        assert dataclasses.asdict(plan["t"]) == before
+
+    one_rank(twice)
+
+
+def test_variable_batch_per_feature_is_refused(one_rank: Callable[..., Any]) -> None:
+    def lookup(rank: int, world_size: int) -> None:
+        model = shard([TABLE], world_size)
+        features = KeyedJaggedTensor(
+            keys=["f0"],
+            values=torch.tensor([1, 2, 3]),
+            lengths=torch.tensor([2, 1]),
+            stride_per_key_per_rank=[[2]],
+            inverse_indices=(["f0"], torch.tensor([[0, 1, 1]])),
+        )
+        model.module.ebc(features)["f0"]
+
+    with pytest.raises(NotImplementedError, match=r"table 't': .*\(VBE\)"):
+        one_rank(lookup)
+
+
+def test_live_resharding_is_refused(one_rank: Callable[..., Any]) -> None:
+    def reshard(rank: int, world_size: int) -> None:
+        ebc = shard([TABLE], world_size).module.ebc
+        ebc.update_shards({"t": ebc.module_sharding_plan["t"]}, ebc._env, torch.device("cpu"))
+
+    with pytest.raises(NotImplementedError, match="table 't'.*checkpoint"):
+        one_rank(reshard)
+
+
+def several_collections(rank: int, world_size: int) -> None:
+    """One sharder serves all collections of a model, also one that has dense tables only."""
+    tables = {"first": TABLE, "second": dataclasses.replace(TABLE, name="u", features=("g",), place=1, spec=SPEC)}
+    module = torch.nn.ModuleDict(
+        {
+            **{
+                key: EmbeddingBagCollection(tables=[t.config()], device=torch.device("meta"))
+                for key, t in tables.items()
+            },
+            "dense": EmbeddingBagCollection(tables=[config(name="d")], device=torch.device("meta")),
+        }
+    )
+    sharder = TTEmbeddingBagCollectionSharder({"t": SPEC, "u": SPEC})
+    plans = {}
+    for key, generators in (
+        ("first", {"t": tables["first"].generator(world_size, dense=False)}),
+        ("second", {"u": tables["second"].generator(world_size, dense=False)}),
+        ("dense", {"d": stock_plan.table_wise(0, compute_kernel="fused")}),
+    ):
+        plans[key] = construct_module_sharding_plan(
+            module[key], generators, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
+        )
+    model = DistributedModelParallel(module, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=[sharder])
+    names = {key.rpartition(".")[0] for key in full_keys(model)}
+    assert names == {"first.embedding_bags.t", "second.embedding_bags.u", "dense.embedding_bags.d"}
+    for key, feature in (("first", "f0"), ("second", "g"), ("dense", "f0")):
+        features, _ = make_batch([dataclasses.replace(TABLE, features=(feature,))], 4, rank)
+        assert model.module[key](features)[feature].shape == (4, 16)
+
+
+def full_keys(model: DistributedModelParallel) -> set[str]:
+    every: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(every, list(model.state_dict()))
+    return set().union(*every)
+
+
+def test_several_collections(one_rank: Callable[..., Any], two_ranks: Ranks) -> None:
+    one_rank(several_collections)
+    two_ranks.run(several_collections)
