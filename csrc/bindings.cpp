@@ -18,6 +18,7 @@
 #include "flowtt/batch.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
+#include "schemas.h"
 
 namespace flowtt {
 namespace {
@@ -280,29 +281,22 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
 
 std::string cpu_isa() { return cpu::instruction_set().name; }
 
+// The GPUs that there is code for, "" for none.
+std::string cuda_architectures() {
+#ifdef FLOWTT_CUDA
+  return FLOWTT_CUDA;
+#else
+  return "";
+#endif
+}
+
 }  // namespace
 }  // namespace flowtt
 
 STABLE_TORCH_LIBRARY(flowtt, m) {
-  m.def(
-      "flow_plan(Tensor tables, Tensor table_names, Tensor features, Tensor indices, Tensor offsets, int flow, "
-      "int bounds_check_mode) -> (Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
-      "Tensor flow_starts, Tensor counts)");
-  m.def(
-      "pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
-      "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
-      "int total_dim, int pooling_mode) -> Tensor");
-  m.def(
-      "pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features, Tensor offsets, "
-      "Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, "
-      "Tensor? per_sample_weights, int pooling_mode, bool per_sample_weights_grad) "
-      "-> (Tensor grad_weights, Tensor grad_per_sample_weights)");
-  m.def(
-      "pooled_backward_update(Tensor grad_output, Tensor(a!) weights, Tensor(b!)? momentum1, Tensor tables, "
-      "Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
-      "Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, int pooling_mode, "
-      "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
+  flowtt::define_ops(m);
   m.def("cpu_isa() -> str");
+  m.def("cuda_architectures() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
@@ -312,4 +306,27 @@ STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
   m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa));
+  m.impl("cuda_architectures", TORCH_BOX(&flowtt::cuda_architectures));
+}
+
+#ifndef FLOWTT_CUDA
+namespace flowtt {
+namespace {
+
+void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
+  throw std::runtime_error(
+      "this build of the FlowTT ops has no CUDA kernels: build it where nvcc is, with FLOWTT_BUILD_CUDA=1, or keep the "
+      "tables on the CPU");
+}
+
+}  // namespace
+}  // namespace flowtt
+
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CUDA, m) {
+  for (const char* op : {"flow_plan", "pooled_forward", "pooled_backward", "pooled_backward_update"}) {
+    m.impl(op, &flowtt::no_cuda_kernels);
+  }
+}
+#endif

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/launch.h"
-#include "flowtt/flow_plan.cuh"
+#include "flowtt/device_batch.cuh"
 
 namespace flowtt::cuda {
 
