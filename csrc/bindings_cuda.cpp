@@ -45,9 +45,8 @@ class Device {
     using Function = AOTITorchError (*)(int32_t, void**);
     static const auto function = [] {
       void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-      return library == nullptr
-                 ? nullptr
-                 : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+      return library == nullptr ? nullptr
+                                : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
     }();
     check(function != nullptr, "this torch has no CUDA support; install a CUDA build of torch");
     void* stream = nullptr;
@@ -92,8 +91,7 @@ class Workspace {
 
   cuda::Context context() {
     return {[this](const char* name, size_t bytes) {
-              tensors_.push_back(
-                  torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+              tensors_.push_back(torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
               registered_.add(name, tensors_.back(), false);
               return tensors_.back().data_ptr();
             },
@@ -118,8 +116,8 @@ cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const T
     check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
           " of an output of ", total_dim);
   }
-  return {std::move(described), batch.features,          batch.num_features,   batch.batch_size, num_lookups,
-          offsets.const_data_ptr(), batch.offsets.wide(), total_dim};
+  return {std::move(described), batch.features,           batch.num_features,   batch.batch_size,
+          num_lookups,          offsets.const_data_ptr(), batch.offsets.wide(), total_dim};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
@@ -146,11 +144,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   Tensor row_starts = make("row_starts", n + 1, ScalarType::Int);
   Tensor flow_starts = make("flow_starts", n + 1, ScalarType::Int);
   Tensor counts = make("counts", 4, ScalarType::Long);
-  const FlowPlanBuffers buffers{static_cast<int32_t*>(lookups.mutable_data_ptr()),
-                                static_cast<int32_t*>(bags.mutable_data_ptr()),
-                                static_cast<int64_t*>(row_keys.mutable_data_ptr()),
-                                static_cast<int32_t*>(row_starts.mutable_data_ptr()),
-                                static_cast<int32_t*>(flow_starts.mutable_data_ptr())};
+  const FlowPlanBuffers buffers{
+      static_cast<int32_t*>(lookups.mutable_data_ptr()), static_cast<int32_t*>(bags.mutable_data_ptr()),
+      static_cast<int64_t*>(row_keys.mutable_data_ptr()), static_cast<int32_t*>(row_starts.mutable_data_ptr()),
+      static_cast<int32_t*>(flow_starts.mutable_data_ptr())};
   Workspace workspace(indices, device.stream());
   cuda::make_flow_plan(batch, indices.const_data_ptr(), rows.wide(), static_cast<Flow>(flow),
                        static_cast<BoundsCheckMode>(bounds_check_mode), buffers,
@@ -187,7 +184,8 @@ struct Problem {
       }
     }
     floats("weights", weights, {parameters});
-    if (factors) floats("per_sample_weights", *factors, {n});
+    weighted = factors.has_value();
+    if (weighted) floats("per_sample_weights", *factors, {n});
     pooling = {factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr,
                static_cast<PoolingMode>(pooling_mode)};
   }
@@ -209,6 +207,7 @@ struct Problem {
   cuda::HostBatch batch;
   cuda::PlanPointers plan;
   cuda::PoolingArguments pooling;
+  bool weighted;
 };
 
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
@@ -229,7 +228,7 @@ Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor off
 cuda::BackwardTargets backward_targets(Problem& problem, const Tensor& grad_output, const Tensor& grad_factors,
                                        bool per_sample_weights_grad) {
   problem.floats("grad_output", grad_output, {problem.batch.batch_size, problem.batch.total_dim});
-  check(!per_sample_weights_grad || problem.pooling.factors != nullptr,
+  check(!per_sample_weights_grad || problem.weighted,
         "per_sample_weights_grad asks for the gradient of per_sample_weights, but there are none");
   problem.registered.add("gradient of per_sample_weights", grad_factors, false);
   return {static_cast<const float*>(grad_output.const_data_ptr()),
@@ -263,8 +262,8 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               double weight_decay) {
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
-  check(0 <= optimizer && optimizer <= 2,
-        "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ", optimizer);
+  check(0 <= optimizer && optimizer <= 2, "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ",
+        optimizer);
   const auto kind = static_cast<Optimizer>(optimizer);
   check(momentum1.has_value() == (kind != Optimizer::kSgd), "momentum1 must be given for Adagrad, and only for it");
   if (momentum1) {

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tt_samples import CUDA_EMULATED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +14,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that is ready for use."""
+    if request.param == CUDA_EMULATED:
+        from cuda_emulation import build, emulated
+
+        if build.toolkit() is None:
+            pytest.skip("the headers of the CUDA toolkit are not here")
+        emulated.load()
+    return request.param

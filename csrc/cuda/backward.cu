@@ -1,6 +1,5 @@
-#include "flowtt/backward.cuh"
-
 #include "cuda/setting.h"
+#include "flowtt/backward.cuh"
 #include "flowtt/fixed_point.cuh"
 #include "flowtt/row_gradients.cuh"
 #include "flowtt/update.cuh"
@@ -37,7 +36,8 @@ struct Backward {
     auto* const data = allocate<unsigned long long>(context, "fixed-point gradients", setting.num_parameters);
     auto* const largest = allocate<unsigned>(context, "largest", 2);
     auto* const scale = allocate<float>(context, "scale", 2);
-    check(cudaMemsetAsync(data, 0, static_cast<size_t>(setting.num_parameters) * sizeof *data, context.stream), "memset");
+    check(cudaMemsetAsync(data, 0, static_cast<size_t>(setting.num_parameters) * sizeof *data, context.stream),
+          "memset");
     check(cudaMemsetAsync(largest, 0, 2 * sizeof *largest, context.stream), "memset");
     const auto grid = static_cast<unsigned>(4 * multiprocessors());
     check(FLOWTT_LAUNCH(largest_weight, grid, kThreads, 0, context.stream, weights, setting.num_parameters, largest),
@@ -52,7 +52,8 @@ struct Backward {
       path_bits = std::max(path_bits, bits_for(paths));
       factors = std::max(factors, table.num_cores - 1);
     }
-    check(FLOWTT_LAUNCH(choose_scale, 1, 1, 0, context.stream, largest, plan, path_bits, factors, scale), "choose_scale");
+    check(FLOWTT_LAUNCH(choose_scale, 1, 1, 0, context.stream, largest, plan, path_bits, factors, scale),
+          "choose_scale");
     return {data, scale};
   }
 };
@@ -74,8 +75,8 @@ const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, co
   }
   auto* const sums = allocate<float>(context, "row gradients", n * setting.row_stride);
   auto* const carries = allocate<float>(context, "carries", spans * setting.row_stride);
-  const RowGradientArguments arguments{device,  plan,    device_pooling(pooling), row_of_lookup, targets.grad_output,
-                                       sums,    carries, setting.row_stride};
+  const RowGradientArguments arguments{device, plan,    device_pooling(pooling), row_of_lookup, targets.grad_output,
+                                       sums,   carries, setting.row_stride};
   const unsigned grid = blocks_for(spans, kWarps);
   check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context.stream, arguments), "sum_row_gradients");
   check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context.stream, arguments), "add_carries");
@@ -113,8 +114,7 @@ void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const flo
   if (batch.num_lookups == 0) return;
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
-  const float* const sums =
-      row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
   const Backward backward{setting, device, on_device, weights, sums, context};
   if (!targets.deterministic) return backward.add_to(FloatSum{grad_weights});
   const FixedSum sum = backward.fixed_sum();
@@ -131,8 +131,7 @@ void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, fl
   const Setting setting = choose_setting(batch.tables, Direction::kBackward, shared_limit());
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
-  const float* const sums =
-      row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
   const Backward backward{setting, device, on_device, weights, sums, context};
   if (targets.deterministic) {
     const FixedSum sum = backward.fixed_sum();

@@ -1,8 +1,7 @@
-#include "flowtt/flow_plan.cuh"
-
 #include "cuda/primitives.h"
 #include "cuda/report.h"
 #include "cuda/setting.h"
+#include "flowtt/flow_plan.cuh"
 
 namespace flowtt::cuda {
 

@@ -1,7 +1,7 @@
 // The CUDA ops without torch: device pointers, what the host knows of the batch, a stream.
 //
-// Nothing here waits for the device, and no launch depends on a number that only the device knows: every sequence can be
-// captured in a CUDA graph. Errors are std::runtime_error.
+// Nothing here waits for the device, and no launch depends on a number that only the device knows: every sequence can
+// be captured in a CUDA graph. Errors are std::runtime_error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -53,7 +53,8 @@ struct Update {
   float* momentum;  // of each parameter or slice, or null
 };
 
-// Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions do.
+// Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions
+// do.
 void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indices, Flow flow, BoundsCheckMode mode,
                     const FlowPlanBuffers& plan, int64_t* counts, const Context& context);
 

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <vector>
 
+#include "cuda_emulation.h"
+
 namespace flowtt::cuda {
 
 cudaError_t sort_pairs(void* temporary, size_t& bytes, const uint64_t* keys, uint64_t* sorted_keys,
@@ -19,6 +21,8 @@ cudaError_t sort_pairs(void* temporary, size_t& bytes, const uint64_t* keys, uin
     sorted_keys[i] = keys[order[i]];
     sorted_values[i] = values[order[i]];
   }
+  cuda_emulation::host_wrote(sorted_keys, count * sizeof *sorted_keys);
+  cuda_emulation::host_wrote(sorted_values, count * sizeof *sorted_values);
   return cudaSuccess;
 }
 

@@ -1,6 +1,5 @@
 // In a file of its own: printf needs a stack, which no other kernel may have.
 #include "cuda/report.h"
-
 #include "cuda/setting.h"
 #include "flowtt/faults.cuh"
 

@@ -1,7 +1,6 @@
-#include "cuda/setting.h"
-
 #include <cstring>
 
+#include "cuda/setting.h"
 #include "flowtt/batch.h"
 #include "flowtt/describe.cuh"
 #include "flowtt/number_lookups.cuh"

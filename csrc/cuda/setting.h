@@ -44,8 +44,8 @@ struct Setting {
   SharedSizes sizes;
   size_t shared_bytes;
   int tile_rows;
-  int slab;           // kSmallSlab or kLargeSlab
-  int row_stride;     // of rows and of their gradients
+  int slab;        // kSmallSlab or kLargeSlab
+  int row_stride;  // of rows and of their gradients
   int64_t num_parameters, num_slices;
   int row_cost, flow_cost;
 };
@@ -62,7 +62,8 @@ template <class Kernel>
 unsigned persistent_grid(Kernel kernel, const Setting& setting, int64_t num_rows) {
   int each = 0;
   const void* const function = reinterpret_cast<const void*>(kernel);
-  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(setting.shared_bytes)),
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(setting.shared_bytes)),
         "cudaFuncSetAttribute");
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, function, kThreads, setting.shared_bytes),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");

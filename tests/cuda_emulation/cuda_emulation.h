@@ -62,6 +62,8 @@ void seed(uint64_t value);
 // Memory that kernels may access; any other global access is an error in the checked build.
 void register_buffer(const void* data, size_t bytes, const char* name, bool initialised);
 void unregister_buffer(const void* data);
+// Marks memory as initialised, as a copy or memset of the host does.
+void host_wrote(const void* data, size_t bytes);
 
 struct Thread {
   uint3 thread, block;

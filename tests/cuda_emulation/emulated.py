@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from cuda_emulation import build
 
+from cuda_emulation import build
 from flowtt_torchrec import ops
 from flowtt_torchrec.compiled import CompiledOps
 

@@ -120,8 +120,6 @@ void warp_syncs(Block& block, Warp& warp, unsigned mask, Fiber** lanes);
 // File and line of a code address, outside this emulator where the call was inlined.
 std::string source_line(void* pc);
 
-// Marks memory as initialised, as a copy or memset of the host does.
-void host_wrote(const void* data, size_t bytes);
 const std::string& take_profile();
 
 // Memory transactions by source line; see counters.cpp.

@@ -66,8 +66,9 @@ __device__ __forceinline__ void load_row_gradients(const DeviceTable& table, con
 // dlast = C^T dE. A thread makes four rows, rank4 / 4 apart, by four columns: neighbouring lanes then read neighbouring
 // words, and write neighbouring float4.
 template <class Sum>
-__device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin, int end,
-                                               int first_flow, const float* c, const float* row, const Sum& gradients) {
+__device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
+                                               int end, int first_flow, const float* c, const float* row,
+                                               const Sum& gradients) {
   const int steps = table.rank4 / 4, quads = table.last_q4 / 4;
   for (int item = threadIdx.x; item < (end - begin) * steps * quads; item += kThreads) {
     const int u = begin + item / (steps * quads), h = item % quads * 4, k = item / quads % steps;
@@ -201,7 +202,8 @@ class OwnerGradient {
   }
 
   // += left^T dC
-  __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, const float* left, const float* c, int rows) {
+  __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, const float* left, const float* c,
+                                      int rows) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const Place place(table, slab, t);
@@ -311,9 +313,8 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
         loaded = slab;
         __pipeline_wait_prior(1);
         __syncthreads();
-        with_tile_height(left_rows, slab.num_q * table.rank4 / 4, [&](auto height) {
-          prefix_products<height.value>(table, slab, left, owner, c, left_rows);
-        });
+        with_tile_height(left_rows, slab.num_q * table.rank4 / 4,
+                         [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, left_rows); });
         __pipeline_wait_prior(0);
         __syncthreads();
         last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
@@ -330,9 +331,8 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
               to = first_q == 0 ? value : to + value;
             }
           };
-          with_tile_height(left_rows, table.left_rank4 / 4, [&](auto height) {
-            left_gradients<height.value>(table, slab, c, owner, left_rows, put);
-          });
+          with_tile_height(left_rows, table.left_rank4 / 4,
+                           [&](auto height) { left_gradients<height.value>(table, slab, c, owner, left_rows, put); });
         }
         owner_gradient.add(table, slab, left, c, left_rows);
       }

@@ -13,9 +13,9 @@ constexpr int kMaxLeftRows = 64;   // rows of the stacked left factors of a batc
 constexpr int kSmallSlab = 4096;   // elements of a slab of a middle slice
 constexpr int kLargeSlab = 16384;  // rank 128 by 128
 
-// A row of a table is  left [left_rows, left_rank] * owner [left_rank, owner_q * rank] -> C [left_rows * owner_q, rank],
-// then C * last [rank, q]. `left` is what comes before the last core but one, the owner: [1, 1] of one for two cores, the
-// first core's slice for three, the product of the first two for four.
+// A row of a table is  left [left_rows, left_rank] * owner [left_rank, owner_q * rank] -> C [left_rows * owner_q,
+// rank], then C * last [rank, q]. `left` is what comes before the last core but one, the owner: [1, 1] of one for two
+// cores, the first core's slice for three, the product of the first two for four.
 //
 // A block works on a slab at a time: slab_q of the owner_q columns of `rank`. In shared memory ranks and q are padded
 // with zeros to multiples of four, and rows lie an odd number of float4 apart, so that eight neighbouring ones are in

@@ -7,7 +7,7 @@
 namespace flowtt {
 
 __global__ void report_faults(DeviceBatch batch, const void* indices, bool wide, BoundsCheckMode mode,
-                                     const BatchFaults* faults) {
+                              const BatchFaults* faults) {
   const int64_t bags = int64_t{batch.num_features} * batch.batch_size;
   const long long begin = offset_at(batch, 0), end = offset_at(batch, bags);
   if (begin != 0 || end != batch.num_lookups) {
@@ -31,9 +31,10 @@ __global__ void report_faults(DeviceBatch batch, const void* indices, bool wide,
         "index %lld at position %lld (feature %d, table number %d) is out of range; allowed: 0 to %lld\n", value, at,
         static_cast<int>(feature), table, last);
   }
-  printf("flowtt: %llu row numbers are out of range and taken as 0, first %lld at position %lld (feature %d, table "
-         "number %d); allowed: 0 to %lld\n",
-         faults->num_invalid, value, at, static_cast<int>(feature), table, last);
+  printf(
+      "flowtt: %llu row numbers are out of range and taken as 0, first %lld at position %lld (feature %d, table "
+      "number %d); allowed: 0 to %lld\n",
+      faults->num_invalid, value, at, static_cast<int>(feature), table, last);
 }
 
 }  // namespace flowtt

@@ -15,8 +15,8 @@ __global__ void largest_weight(const float* weights, int64_t count, unsigned* la
   if (threadIdx.x % 32 == 0) atomicMax(largest, most);
 }
 
-__global__ void largest_row_gradient(DeviceBatch batch, DevicePlan plan, const float* row_gradients,
-                                            int row_stride, unsigned* largest) {
+__global__ void largest_row_gradient(DeviceBatch batch, DevicePlan plan, const float* row_gradients, int row_stride,
+                                     unsigned* largest) {
   unsigned most = 0;
   const int num_rows = static_cast<int>(plan.counts[0]), lane = threadIdx.x % 32;
   for (int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; row < num_rows; row += gridDim.x * (kThreads / 32)) {
@@ -30,10 +30,9 @@ __global__ void largest_row_gradient(DeviceBatch batch, DevicePlan plan, const f
   if (lane == 0) atomicMax(largest, most);
 }
 
-// A core's gradient is a sum over rows, and for each over at most 2^path_bits paths through the other cores, of products
-// of num_factors weights and one element of the row's gradient. largest: of weights and row gradients.
-__global__ void choose_scale(const unsigned* largest, DevicePlan plan, int path_bits, int num_factors,
-                                    float* scale) {
+// A core's gradient is a sum over rows, and for each over at most 2^path_bits paths through the other cores, of
+// products of num_factors weights and one element of the row's gradient. largest: of weights and row gradients.
+__global__ void choose_scale(const unsigned* largest, DevicePlan plan, int path_bits, int num_factors, float* scale) {
   const auto exponent = [](unsigned bits) { return static_cast<int>(bits >> 23) - 126; };  // value < 2^exponent
   constexpr unsigned kInfinity = 0x7f800000u;
   if (largest[0] >= kInfinity || largest[1] >= kInfinity) {

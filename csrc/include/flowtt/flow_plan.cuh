@@ -18,7 +18,7 @@ __global__ void check_offsets(DeviceBatch batch, BatchFaults* faults) {
 
 // Key, bag and position of every lookup. A row number out of range counts as row 0.
 __global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, uint64_t* keys, int32_t* positions,
-                                 int32_t* bags, BatchFaults* faults) {
+                          int32_t* bags, BatchFaults* faults) {
   const int l = blockIdx.x * kThreads + threadIdx.x;
   if (l >= batch.num_lookups) return;
   int low = 0;  // the last bag that starts at or before l
@@ -67,7 +67,7 @@ __global__ void mark_heads(DeviceBatch batch, Flow flow, const uint64_t* keys, u
 
 // numbers: running sum of the heads.
 __global__ void write_starts(const uint64_t* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
-                                    int64_t* counts, const BatchFaults* faults) {
+                             int64_t* counts, const BatchFaults* faults) {
   const int s = blockIdx.x * kThreads + threadIdx.x;
   if (s >= num_lookups) return;
   const uint64_t number = numbers[s], before = s > 0 ? numbers[s - 1] : 0;

@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(kThreads, 2) forward_rows(const __grid_constan
         __pipeline_wait_prior(1);
         __syncthreads();
         if (!is_held) {
-          with_tile_height(left_rows, slab.num_q * table.rank4 / 4, [&](auto height) {
-            prefix_products<height.value>(table, slab, left, owner, c, left_rows);
-          });
+          with_tile_height(left_rows, slab.num_q * table.rank4 / 4,
+                           [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, left_rows); });
         }
         __pipeline_wait_prior(0);
         __syncthreads();

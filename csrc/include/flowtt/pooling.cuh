@@ -7,7 +7,7 @@ namespace flowtt {
 
 // output = sums of rows, a warp a bag, in the caller's order: the same bits every time.
 __global__ void pool_rows(DeviceBatch batch, Pooling pooling, const int32_t* row_of_lookup, const float* rows,
-                                 int row_stride, float* output) {
+                          int row_stride, float* output) {
   const int bag = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (bag >= batch.num_features * batch.batch_size) return;
   const BagPlace place = bag_place(batch, bag);

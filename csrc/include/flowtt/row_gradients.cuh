@@ -6,9 +6,8 @@
 namespace flowtt {
 
 // Gradient of every per-sample weight, a warp a lookup.
-__global__ void factor_gradients(DeviceBatch batch, DevicePlan plan, Pooling pooling,
-                                        const int32_t* row_of_lookup, const float* rows, int row_stride,
-                                        const float* grad_output, float* gradients) {
+__global__ void factor_gradients(DeviceBatch batch, DevicePlan plan, Pooling pooling, const int32_t* row_of_lookup,
+                                 const float* rows, int row_stride, const float* grad_output, float* gradients) {
   const int lookup = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lookup >= batch.num_lookups) return;  // the whole warp
   const int bag = plan.bags[lookup];
@@ -61,7 +60,8 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
         if (base + 32 * i < dim_j) sum[i] += factor_j * p.grad_output[output_j + base + 32 * i];
       }
       if (j + 1 < count && next_row == row_j) continue;
-      float* const to = to_carry ? p.carries + int64_t{span} * p.row_stride : p.row_gradients + int64_t{row_j} * p.row_stride;
+      float* const to =
+          to_carry ? p.carries + int64_t{span} * p.row_stride : p.row_gradients + int64_t{row_j} * p.row_stride;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         if (base + 32 * i < dim_j) to[base + 32 * i] = sum[i];

@@ -1,9 +1,9 @@
 // Who works on which tiles: one 64-bit word a block, "next tile | end << 32".
 //
 // The owner takes tiles from the front (atomicAdd); a block without work takes the back half of another block's range
-// (atomicCAS) and makes it its own. Nobody waits: every tile is taken exactly once, whoever sees no work left leaves, and
-// a range in transit is finished by the thief. Neighbouring tiles stay together, so that middle slices and the products
-// of long flows stay on chip.
+// (atomicCAS) and makes it its own. Nobody waits: every tile is taken exactly once, whoever sees no work left leaves,
+// and a range in transit is finished by the thief. Neighbouring tiles stay together, so that middle slices and the
+// products of long flows stay on chip.
 #pragma once
 
 #include "flowtt/device_table.h"

@@ -68,8 +68,8 @@ __device__ __forceinline__ int batch_end(const Tile& tile, int flow, int max_flo
   return end;
 }
 
-// Copies a matrix [rows, columns] of the weights to shared memory, rows `pitch` apart, padded with zeros to multiples of
-// four. Asynchronous: commit and wait. `row_stride` is that of the source.
+// Copies a matrix [rows, columns] of the weights to shared memory, rows `pitch` apart, padded with zeros to multiples
+// of four. Asynchronous: commit and wait. `row_stride` is that of the source.
 __device__ __forceinline__ void copy_matrix(float* to, int pitch, const float* from, int row_stride, int rows,
                                             int columns, bool aligned) {
   if (aligned) {
@@ -135,7 +135,8 @@ __device__ __forceinline__ void load_owner(const DeviceTable& table, const float
                                            float* owner) {
   for (int j = 0; j < num_q; ++j) {
     copy_matrix(owner + j * table.rank_pitch, table.slab_pitch, slice + (first_q + j) * table.rank,
-                table.owner_q * table.rank, table.left_rank, table.rank, table.aligned != 0 && table.left_rank % 4 == 0);
+                table.owner_q * table.rank, table.left_rank, table.rank,
+                table.aligned != 0 && table.left_rank % 4 == 0);
   }
 }
 

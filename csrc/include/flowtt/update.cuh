@@ -30,9 +30,9 @@ struct UpdateRule {
 
 // One step on every touched slice, a block a slice.
 template <class Sum>
-__global__ void __launch_bounds__(kThreads) update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices,
-                                                          Sum gradients, UpdateRule rule, float* weights,
-                                                          float* momentum) {
+__global__ void __launch_bounds__(kThreads)
+    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule rule,
+                  float* weights, float* momentum) {
   FLOWTT_DYNAMIC_SHARED(raw);
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
   for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
