@@ -44,6 +44,11 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
+    _tt_ready = False  # the base class's constructor resets parameters and may load a state dict
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tt_ready = True
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -84,10 +89,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return {name: cores for kernel in self._tt_kernels() for name, cores in kernel.cores.items()}
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        # Called at the end of the base class's constructor, and resets parameters in its turn.
-        self._tt_fresh = True
         super()._initialize_torch_state(skip_registering)
-        self._tt_fresh = False
         for name, cores in self.tt_cores().items():
             for k, core in enumerate(cores):
                 self.embedding_bags[name].register_parameter(core_name(k), core)
@@ -102,8 +104,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             super().reset_parameters()
         finally:
             self._embedding_bag_configs = configs
-        if self._tt_fresh or (self._device is not None and self._device.type == "meta"):
-            return  # just drawn by the kernels, and data-parallel ones made equal by DDP
+        if not self._tt_ready or (self._device is not None and self._device.type == "meta"):
+            return  # the kernels have just drawn them, and DDP has made the data-parallel ones equal
         for kernel in self._tt_kernels():
             kernel.reset_parameters()
 
@@ -122,6 +124,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         local_metadata = args[0] if args else {}
         for name, table in self._tt_tables().items():
             bag = f"{prefix}embedding_bags.{name}."
+            if not self._tt_ready:  # the dense values of a module that was not on meta
+                state_dict.pop(bag + "weight", None)
             if bag + "weight" in state_dict:
                 raise ValueError(
                     f"the state dict has a dense weight for table {name!r}, which is a tensor train here; bring it to "
@@ -165,6 +169,10 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
     It takes the place of TorchRec's sharder for ``EmbeddingBagCollection``; dense tables keep all of its sharding types
     and kernels. The tables should be on the ``meta`` device: the values of a dense table are not used.
+
+    A table-wise TT table is stepped in backward by the optimizer of ``apply_optimizer_in_backward`` (SGD, Adagrad or
+    RowWiseAdagrad, with ``lr``, ``eps`` and ``weight_decay``). The cores of a data-parallel one are ordinary
+    parameters for the dense optimizer, as are TorchRec's own data-parallel tables.
 
     Args:
         compression: spec of each table that is to be a tensor train.

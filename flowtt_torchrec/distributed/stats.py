@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torchrec.distributed.planner.types import ShardingOption, Stats, Topology
+from torchrec.distributed.planner.types import ShardingOption, Stats
 from torchrec.distributed.types import ShardingPlan
 
 from flowtt_torchrec.distributed.estimators import (
     DATA_PARALLEL,
     is_tt,
-    lookups_per_rank,
     optimizer_class,
     table_bytes,
 )
@@ -64,9 +63,7 @@ class CompressionRow:
         )
 
 
-def compression_rows(
-    best_plan: list[ShardingOption], topology: Topology, compression: Mapping[str, TTSpec]
-) -> list[CompressionRow]:
+def compression_rows(best_plan: list[ShardingOption], compression: Mapping[str, TTSpec]) -> list[CompressionRow]:
     """One row for each TT table of a plan, in the plan's order."""
     rows = []
     for option in best_plan:
@@ -74,13 +71,7 @@ def compression_rows(
             continue
         spec = compression[option.name]
         element_size = option.tensor.element_size()
-        counted = table_bytes(
-            spec,
-            option.sharding_type,
-            optimizer_class(option),
-            lookups_per_rank(option, topology.world_size, None),
-            element_size,
-        )
+        counted = table_bytes(spec, option.sharding_type, optimizer_class(option), 0, element_size)
         rows.append(
             CompressionRow(
                 option.name,
@@ -117,11 +108,9 @@ class CompressionStats(Stats):
         self._summary = ""
         self.rows: list[CompressionRow] = []
 
-    def log(
-        self, sharding_plan: ShardingPlan, topology: Topology, *, best_plan: list[ShardingOption], **kwargs: Any
-    ) -> None:
+    def log(self, sharding_plan: ShardingPlan, *, best_plan: list[ShardingOption], **kwargs: Any) -> None:
         """Called by the planner with its plan; ``sharding_plan`` is empty if it found none."""
-        self.rows = compression_rows(best_plan, topology, self._compression) if sharding_plan.plan else []
+        self.rows = compression_rows(best_plan, self._compression) if sharding_plan.plan else []
         dense = [o for o in best_plan if not is_tt(o, self._compression)]
         dense_bytes = sum(o.tensor.numel() * o.tensor.element_size() for o in dense)
         self._summary = _summary(self.rows, len(dense), dense_bytes)

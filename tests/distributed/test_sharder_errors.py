@@ -15,12 +15,13 @@ from ranks import Ranks
 from torchrec.distributed import sharding_plan as stock_plan
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import Table, make_batch, shard
 
+from flowtt_torchrec.cores import init_cores
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, sharding_plan
 from flowtt_torchrec.spec import TTSpec
 
@@ -165,6 +166,49 @@ def test_tables_need_not_be_on_meta(one_rank: Callable[..., Any], caplog: pytest
     assert [name for name, _ in model.named_parameters()] == [f"ebc.embedding_bags.t.tt_core{k}" for k in range(3)]
 
 
+class OnDevice(EmbeddingBagCollection):
+    """A collection whose values TorchRec would load into the sharded one, as it does for a collection on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def test_dense_values_of_a_collection_on_a_device_are_left_out(one_rank: Callable[..., Any]) -> None:
+    def make(rank: int, world_size: int) -> None:
+        ebc = OnDevice(tables=[config(), config(name="d")], device=torch.device("cpu"))
+        sharder = TTEmbeddingBagCollectionSharder({"t": SPEC})
+        generators = {"t": sharding_plan.table_wise(0), "d": stock_plan.table_wise(0, compute_kernel="fused")}
+        plan = construct_module_sharding_plan(
+            ebc, generators, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+        )
+        env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+        sharded = sharder.shard(ebc, plan, env, torch.device("cpu"))
+        state = sharded.state_dict()
+        dense = state["embedding_bags.d.weight"].local_shards()[0].tensor
+        assert torch.equal(dense, ebc.embedding_bags["d"].weight)
+        drawn = init_cores(SPEC, "t")
+        assert all(torch.equal(state[f"embedding_bags.t.tt_core{k}"], core) for k, core in enumerate(drawn))
+
+    one_rank(make)
+
+
+def test_other_environments_are_refused(one_rank: Callable[..., Any]) -> None:
+    def make(rank: int, world_size: int) -> None:
+        ebc = EmbeddingBagCollection(tables=[config()], device=torch.device("meta"))
+        sharder = TTEmbeddingBagCollectionSharder({"t": SPEC})
+        plan = construct_module_sharding_plan(
+            ebc, {"t": sharding_plan.table_wise(0)}, sharder=sharder, local_size=1, world_size=1, device_type="cpu"
+        )
+        with_dtensor = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+        with_dtensor.output_dtensor = True
+        for env in (with_dtensor, ShardingEnv2D.__new__(ShardingEnv2D)):
+            with pytest.raises(ValueError, match="table 't': TT tables don't support 2D parallelism or DTensor"):
+                sharder.shard(ebc, plan, env, torch.device("cpu"))
+
+    one_rank(make)
+
+
 def test_specs_of_another_collection_are_warned_of(
     one_rank: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,7 +258,7 @@ def test_live_resharding_is_refused(one_rank: Callable[..., Any]) -> None:
         ebc = shard([TABLE], world_size).module.ebc
         ebc.update_shards({"t": ebc.module_sharding_plan["t"]}, ebc._env, torch.device("cpu"))
 
-    with pytest.raises(NotImplementedError, match="table 't'.*checkpoint"):
+    with pytest.raises(NotImplementedError, match=r"table 't'.*checkpoint"):
         one_rank(reshard)
 
 

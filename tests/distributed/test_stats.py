@@ -45,10 +45,12 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     planned()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["table", "rows", "x"]
-    assert lines[1].startswith("big") and "40,000,000 x 128" in lines[1]
+    assert lines[1].startswith("big")
+    assert "40,000,000 x 128" in lines[1]
     assert "20,480.00" in lines[1]  # MB of 40 M x 128 x 4 bytes
     assert lines[2].startswith("mid")
-    assert lines[3].startswith("total") and "21,248.00" in lines[3]
+    assert lines[3].startswith("total")
+    assert "21,248.00" in lines[3]
     assert lines[4].startswith("2 of 4 tables are tensor trains: 21,248.00 MB become ")
     assert len(lines) == 5
     assert all("\x1b" not in line for line in lines)
