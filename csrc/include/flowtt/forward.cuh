@@ -78,13 +78,13 @@ __global__ void __launch_bounds__(kThreads, 2) forward_rows(const __grid_constan
         __pipeline_wait_prior(1);
         __syncthreads();
         if (!is_held) {
-          with_tile_height(left_rows, slab.num_q * table.rank4 / 4,
+          with_tile_height<4>(left_rows, slab.num_q * table.rank4 / 4,
                            [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, left_rows); });
         }
         __pipeline_wait_prior(0);
         __syncthreads();
         const int rows = (end_row - first_row) * table.left_rows * slab.num_q;
-        with_tile_height(rows, table.last_q4 / 4, [&](auto height) {
+        with_tile_height<4>(rows, table.last_q4 / 4, [&](auto height) {
           row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
         });
       }

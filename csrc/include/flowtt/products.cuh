@@ -11,13 +11,13 @@ struct Slab {
   int first_q, num_q;
 };
 
-// Calls body with an integral constant 4, 2 or 1: the tallest tiles that leave work for every thread.
-template <class Body>
+// Calls body with an integral constant 4, 2 or 1, at most MOST: the tallest tiles that leave work for every thread.
+template <int MOST, class Body>
 __device__ __forceinline__ void with_tile_height(int rows, int columns, const Body& body) {
-  if (rows * columns >= 4 * kThreads) {
-    body(std::integral_constant<int, 4>{});
-  } else if (rows * columns >= 2 * kThreads) {
-    body(std::integral_constant<int, 2>{});
+  if (MOST >= 4 && rows * columns >= 4 * kThreads) {
+    body(std::integral_constant<int, MOST >= 4 ? 4 : 1>{});
+  } else if (MOST >= 2 && rows * columns >= 2 * kThreads) {
+    body(std::integral_constant<int, MOST >= 2 ? 2 : 1>{});
   } else {
     body(std::integral_constant<int, 1>{});
   }
