@@ -154,8 +154,9 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         return
     console.say()
     show_breakdown(console, trainer.profiler.breakdown, cuda)
+    console.say()
     planning.compression.show()
-    console.say(show_summary(planned))
+    console.say()
     show_metrics(console, report)
     write_report(directory / "report.json", report)
     console.say(f"report: {directory / 'report.json'}")

@@ -125,7 +125,6 @@ class Trainer:
             if self.position.epoch + 1 == self._config.epochs:
                 break
             self.position = Position(self.position.step, self.position.epoch + 1)
-        self.profiler.stop()
 
     def _train_epoch(self) -> None:
         window = self._train_data.sharding.window
@@ -173,6 +172,7 @@ class Trainer:
             try:
                 _, logits, labels = self._pipeline.progress(stretch)
             except StopIteration:
+                self.profiler.stop()  # what comes now, evaluation or checkpoint, is no step
                 break
             self.profiler.end_step()
             taken += 1

@@ -19,8 +19,8 @@ _PHASES = {
     "optimizer": "optimizer of the dense layers",
 }
 _MARK = re.compile(r"## (\w+)(?: \d+)? ##")
-# Operations worth a line of their own: tensor trains, dense tables, exchange between ranks.
-_OPERATION = re.compile(r"(flowtt|fbgemm|gloo|nccl)::?\w+")
+# Operations worth a line of their own: tensor trains, dense tables (not FBGEMM's wrappers), exchange between ranks.
+_OPERATION = re.compile(r"(flowtt|fbgemm|gloo|nccl)::?(?!\w*_pt2)\w+")
 _MOST_OPERATIONS = 12
 _STEP = "## step ##"
 
@@ -78,15 +78,17 @@ class StepProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """Ends profiling, maybe before all steps were seen; `breakdown` then covers those that were."""
-        if self._mark is not None:  # a step that did not take place: the data ended
+        """Ends profiling. `breakdown` covers the steps that were seen; without any, the next step starts it again."""
+        if self._mark is not None:  # of a step that did not take place, because the data ended
             self._mark.__exit__(None, None, None)
             self._mark = None
-        if self._profile is not None:
-            self._profile.stop()
-            if self._step > self._first:
-                self.breakdown = _breakdown(self._profile, self._step - self._first)
-            self._profile = None
+        if self._profile is None:
+            return
+        self._profile.stop()
+        if self._step > self._first:
+            self.breakdown = _breakdown(self._profile, self._step - self._first)
+            self._last = self._first
+        self._profile = None
 
 
 def _breakdown(profile: profile, steps: int) -> list[Part]:
