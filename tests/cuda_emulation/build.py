@@ -6,7 +6,7 @@ import hashlib
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def build(
     hosts: Sequence[Path] = (),
     host_flags: Sequence[str] = (),
     link_flags: Sequence[str] = (),
-    defines: Sequence[str] = (),
+    special: Mapping[Path, Sequence[str]] | None = None,
 ) -> Path:
     """Builds ``name`` in one mode, recompiling what changed.
 
@@ -55,11 +55,12 @@ def build(
         hosts: C++ sources that launch them.
         host_flags: more flags for ``hosts``.
         link_flags: more flags for linking.
-        defines: more flags for ``kernels`` and ``hosts``.
+        special: flags that come first for single sources.
 
     Returns:
         The library.
     """
+    special = special or {}
     cuda = toolkit()
     if cuda is None:
         raise FileNotFoundError("the emulator needs the headers of the CUDA toolkit; set CUDA_HOME")
@@ -67,8 +68,8 @@ def build(
     checker = "checker.cpp" if mode == "checked" else "unchecked.cpp"
     base = [os.environ.get("CXX", "g++"), *COMMON, *CUDA, *include]
     jobs = [
-        *((source, [*base, *KERNELS[mode], *defines, "-x", "c++"]) for source in kernels),
-        *((source, [*base, "-O2", *defines, *host_flags]) for source in hosts),
+        *((source, [base[0], *special.get(source, ()), *base[1:], *KERNELS[mode], "-x", "c++"]) for source in kernels),
+        *((source, [*base, "-O2", *host_flags]) for source in hosts),
         *((FOLDER / source, [*base, "-O2", "-fexceptions"]) for source in (*RUNTIME, checker)),
     ]
     OBJECTS.mkdir(parents=True, exist_ok=True)

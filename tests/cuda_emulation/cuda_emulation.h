@@ -22,7 +22,7 @@
 #define __grid_constant__
 #define __device__
 #define __host__
-#define __forceinline__ inline
+#define __forceinline__ __attribute__((always_inline)) inline
 
 #include <algorithm>
 #include <cmath>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flowtt_torchrec.compiled import CompiledOps
 BACKEND = "cuda-emulated"
 
 
-def build_ops(mode: str, defines: tuple[str, ...] = ()) -> Path:
+def build_ops(mode: str, special: Mapping[Path, Sequence[str]] | None = None) -> Path:
     """Builds the library of the ops; its namespace in ``torch.ops`` is ``flowtt_emulated``."""
     root, lib = build.ROOT, Path(torch.__file__).parent
     return build.build(
@@ -25,14 +26,14 @@ def build_ops(mode: str, defines: tuple[str, ...] = ()) -> Path:
         [root / "csrc" / "bindings_cuda.cpp"],
         ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-isystem", str(lib / "include")],
         [f"-L{lib / 'lib'}", "-ltorch_cpu"],
-        defines,
+        special,
     )
 
 
 @cache
-def load(mode: str = "fast") -> ctypes.CDLL:
+def load(library: Path | None = None) -> ctypes.CDLL:
     """Loads the ops, once a process, and makes them a backend; returns the emulator's controls."""
-    library = build_ops(mode)
+    library = library or build_ops("fast")
     torch.ops.load_library(str(library))
     compiled = CompiledOps("flowtt_emulated", emulated=True)
     compiled.register()

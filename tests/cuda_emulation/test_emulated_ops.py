@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tt_samples import SPECS, assert_near, groups, layout_of, mixed_layout, offsets_of, random_batch, random_weights
+from tt_samples import SPECS, groups, layout_of, mixed_layout, offsets_of, random_batch, random_weights
 
-from cuda_emulation import build, emulated
+from cuda_emulation import build, checked_run, emulated
+from cuda_emulation.checked_run import compare, long_flow, run
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.ops import BoundsCheckMode
-from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
+from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.spec import TTSpec
 
 pytestmark = pytest.mark.skipif(build.toolkit() is None, reason="the headers of the CUDA toolkit are not here")
@@ -26,30 +24,6 @@ pytestmark = pytest.mark.skipif(build.toolkit() is None, reason="the headers of 
 @pytest.fixture(scope="module")
 def emulator():
     return emulated.load()
-
-
-def run(backend, layout, indices, offsets, *, weighted=True, pooling="sum", flow="prefix", optimizer=None):
-    """Output, updated weights, optimizer state and gradient of the per-sample weights, in float32."""
-    optimizer = optimizer or OptimizerSpec("sgd", 0.1)
-    generator = torch.Generator().manual_seed(0)
-    weights = random_weights(layout, torch.float32).requires_grad_()
-    factors = torch.rand(indices.numel(), generator=generator).requires_grad_() if weighted else None
-    state = init_state(layout, optimizer.kind)
-    with ops.use_backend(backend):
-        output = ops.fused_lookup(
-            weights, layout, indices, offsets,
-            optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling, flow=flow,
-        )  # fmt: skip
-        output.backward(torch.randn(output.shape, generator=generator))
-    return [output.detach(), weights.detach(), *state.values(), *([factors.grad] if weighted else [])]
-
-
-def compare(layout, indices, offsets, tolerance=1e-4, **options):
-    for expected, actual in zip(
-        run("reference", layout, indices, offsets, **options),
-        run(emulated.BACKEND, layout, indices, offsets, **options),
-    ):
-        assert_near(actual, expected, tolerance)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,12 +72,6 @@ def test_large_shapes(emulator, spec, deterministic):
         compare(layout, *random_batch(layout, 12, 3))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def long_flow(count):
-    """Rows of one prefix, each twice, in one table whose last factor is large."""
-    layout = TTLayout([TTSpec(4 * count, 16, (2, 2, count), (2, 2, 4), (4, 8))], ["flow"])
-    return layout, torch.arange(count).repeat(2), torch.arange(0, 2 * count + 1, 2)
 
 
 @pytest.mark.parametrize("count", [31, 32, 33, 255, 257])
@@ -204,42 +172,6 @@ def test_what_is_not_supported_is_said(emulator):
             ops.lookup(torch.zeros(layout.num_parameters), layout, *batch)
 
 
-CHECKED = """
-import ctypes, sys
-import torch
-from cuda_emulation import emulated
-from cuda_emulation.test_emulated_ops import checked_batches, compare
-torch.set_num_threads(1)
-emulator = emulated.load("checked")
-for seed in range(1, 4):
-    emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
-    for layout, batch, options in checked_batches(seed):
-        torch.use_deterministic_algorithms(options.pop("deterministic"))
-        compare(layout, *batch, **options)
-"""
-
-
-def checked_batches(seed):
-    """Batches that together reach every kernel and every branch."""
-    large = TTSpec(600, 64, (10, 2, 32), (4, 4, 4), (32, 128))
-    kinds = [*KINDS[seed % 3 :], *KINDS[: seed % 3]]
-    for layout, size, options in (
-        (mixed_layout(), 6, {"pooling": "mean", "optimizer": OptimizerSpec(kinds[0], 0.1, 1e-3, 0.1)}),
-        (mixed_layout(), 5, {"flow": "unique", "optimizer": OptimizerSpec(kinds[1], 0.1, 1e-3), "deterministic": True}),
-        (layout_of("rank_32", "four_cores"), 40, {"flow": "direct", "weighted": False}),
-        (TTLayout([large, SPECS["odd"]], ["large", "odd"]), 8, {"optimizer": OptimizerSpec(kinds[2], 0.1, 1e-3)}),
-    ):
-        yield layout, random_batch(layout, size, 4, seed), {"deterministic": False, **options}
-    layout, *batch = long_flow(150)
-    yield layout, batch, {"deterministic": False}
-
-
 def test_checked_build_has_nothing_to_report():
-    """In a process of its own: the checked library defines the same ops."""
-    result = subprocess.run(
-        [sys.executable, "-c", CHECKED],
-        env={**os.environ, "PYTHONPATH": f"{build.ROOT}:{build.ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = checked_run.start(emulated.build_ops("checked"))
+    assert result.returncode == 0, result.stdout[-3000:]
