@@ -39,7 +39,7 @@ ISA_FLAGS = {"kernels_avx2.cpp": AVX2, "kernels_avx512.cpp": AVX512}
 # A100, H100 and H200, and whatever comes later through PTX. Two files may use a stack: one prints, the other is CUB.
 CUDA_ARCHITECTURES = "sm_80, sm_90, compute_90"
 NVCC_FLAGS = [
-    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings"),
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings", "-Xptxas", "-v"),
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
 ]
@@ -162,15 +162,16 @@ def run_if_stale(command: list[str], source: Path, target: Path, version: str) -
             return
     print(f"flowtt: compiling {source.relative_to(ROOT)}", flush=True)
     record.unlink(missing_ok=True)
-    run(command)
+    target.with_suffix(".log").write_text(run(command))
     record.write_text(signature)
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str]) -> str:
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         print(shlex.join(command), result.stdout, sep="\n", file=sys.stderr, flush=True)
         raise CompileError(f"{command[0]} ended with status {result.returncode}; its messages are above")
+    return result.stdout
 
 
 setup(

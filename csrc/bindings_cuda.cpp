@@ -285,6 +285,11 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   return grad_factors;
 }
 
+std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward, int64_t shared_limit) {
+  const cuda::LaunchSize size = cuda::launch_size(read_tables(tables), backward, static_cast<size_t>(shared_limit));
+  return {size.tile_rows, static_cast<int64_t>(size.shared_bytes), size.slab};
+}
+
 void use_deterministic_cuda(bool on) { deterministic = on; }
 
 }  // namespace
@@ -302,5 +307,6 @@ STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
   m.impl("use_deterministic_cuda", TORCH_BOX(&flowtt::use_deterministic_cuda));
 }

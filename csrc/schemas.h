@@ -23,7 +23,10 @@ void define_ops(Library& m) {
       "Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
       "Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, int pooling_mode, "
       "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
-  m.def("use_deterministic_cuda(bool on) -> ()");  // mirrors torch.use_deterministic_algorithms
+  m.def(
+      "cuda_setting(Tensor tables, bool backward, int shared_limit) "
+      "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched
+  m.def("use_deterministic_cuda(bool on) -> ()");         // mirrors torch.use_deterministic_algorithms
 }
 
 }  // namespace flowtt

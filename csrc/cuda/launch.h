@@ -72,4 +72,13 @@ void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, fl
                             const PoolingArguments& pooling, const BackwardTargets& targets, const Update& update,
                             const Context& context);
 
+struct LaunchSize {
+  int tile_rows;
+  size_t shared_bytes;  // of a block
+  int slab;             // elements of a middle slice that a block works on at a time, at most
+};
+
+// How forward or backward of these tables is launched on a device with this much shared memory a block.
+LaunchSize launch_size(const std::vector<Table>& tables, bool backward, size_t shared_limit);
+
 }  // namespace flowtt::cuda

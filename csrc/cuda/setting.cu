@@ -86,6 +86,11 @@ Setting choose_setting(const std::vector<Table>& tables, Direction direction, si
                            "; choose smaller ranks, or factors q of more equal size");
 }
 
+LaunchSize launch_size(const std::vector<Table>& tables, bool backward, size_t shared_limit) {
+  const Setting setting = choose_setting(tables, backward ? Direction::kBackward : Direction::kForward, shared_limit);
+  return {setting.tile_rows, setting.shared_bytes, setting.slab};
+}
+
 DeviceBatch upload(const HostBatch& batch, const std::vector<DeviceTable>& tables, const Context& context) {
   std::vector<DeviceFeature> features;
   for (int64_t f = 0; f < batch.num_features; ++f) {

@@ -99,7 +99,7 @@ def start(library: Path) -> subprocess.CompletedProcess[str]:
 def main(library: Path) -> None:
     torch.set_num_threads(1)
     emulator = emulated.load(library)
-    emulator.cuda_emulation_set_max_steps(ctypes.c_uint64(2_000_000))
+    emulator.cuda_emulation_set_max_steps(ctypes.c_uint64(20_000_000))
     for seed in SEEDS:
         emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
         for layout, batch, options in batches(seed):

@@ -72,7 +72,7 @@ struct Thread {
 extern Thread* current;
 
 enum class Vote { kNone, kCount, kAnd, kOr };
-enum class WarpOp { kShuffle, kBallot, kMatch, kSync };
+enum class WarpOp { kShuffle, kBallot, kMatch, kGather, kSync };
 
 void run(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(void*), void* arguments, size_t arguments_size,
          const char* file, int line);
@@ -123,6 +123,13 @@ T shuffle(unsigned mask, T value, int source, const char* file, int line) {
   T result;
   warp_operation(WarpOp::kShuffle, mask, &value, &result, sizeof(T), source, file, line);
   return result;
+}
+
+// What all lanes of a full warp pass, for emulated instructions that work on a warp: all[lane].
+template <class T>
+void gather(const T& value, T (&all)[32], CUDA_EMULATION_CALLER) {
+  static_assert(sizeof(T) <= 32 && std::is_trivially_copyable<T>::value, "type of a gather");
+  warp_operation(WarpOp::kGather, 0xffffffffu, &value, all, sizeof(T), 0, file, line);
 }
 
 }  // namespace cuda_emulation

@@ -44,7 +44,8 @@ struct Fiber : Thread {
   WarpOp op;
   int source_lane;
   unsigned size;
-  alignas(16) unsigned char in[16], out[16];
+  alignas(16) unsigned char in[32], out[16];
+  void* gathered;  // where a gather goes
   std::vector<AsyncCopy>* copies;
   std::vector<unsigned>* copy_groups;
   Knowledge* acquired;  // what this thread has seen of other blocks, beyond what its block has

@@ -23,6 +23,12 @@ void deliver(WarpOp op, Fiber* to, Fiber** lanes, unsigned mask, const char* fil
     std::memcpy(to->out, lanes[source]->in, to->size);
     return;
   }
+  if (op == WarpOp::kGather) {
+    for (int l = 0; l < kWarpSize; ++l) {
+      std::memcpy(static_cast<char*>(to->gathered) + l * to->size, lanes[l]->in, to->size);
+    }
+    return;
+  }
   unsigned result = 0;
   for (int l = 0; l < kWarpSize; ++l) {
     if (!(mask >> l & 1)) continue;
@@ -81,6 +87,7 @@ void warp_operation(WarpOp op, unsigned mask, const void* in, void* out, unsigne
   fiber->op = op;
   fiber->source_lane = source_lane;
   fiber->size = size;
+  fiber->gathered = out;
   if (size > 0) std::memcpy(fiber->in, in, size);
   if (!(mask >> fiber->lane & 1)) {
     fail("warp operation at %s:%d: lane %d is not in its mask %08x", file, line, fiber->lane, mask);
@@ -101,7 +108,7 @@ void warp_operation(WarpOp op, unsigned mask, const void* in, void* out, unsigne
     meeting = warp.meetings.insert(warp.meetings.end(), {mask, 0});
   }
   meeting->arrived |= 1u << fiber->lane;
-  const unsigned out_size = op == WarpOp::kShuffle ? size : sizeof(unsigned);
+  const unsigned out_size = op == WarpOp::kShuffle ? size : op == WarpOp::kGather ? 0 : sizeof(unsigned);
   if (meeting->arrived != mask) {
     fiber->state = State::kInWarpOp;
     leave();

@@ -313,8 +313,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
         loaded = slab;
         __pipeline_wait_prior(1);
         __syncthreads();
-        with_tile_height<4>(left_rows, slab.num_q * table.rank4 / 4,
-                         [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, left_rows); });
+        make_products<2, 2>(table, slab, left, owner, c, left_rows);
         __pipeline_wait_prior(0);
         __syncthreads();
         last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
@@ -331,8 +330,9 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
               to = first_q == 0 ? value : to + value;
             }
           };
-          with_tile_height<2>(left_rows, table.left_rank4 / 4,
-                           [&](auto height) { left_gradients<height.value>(table, slab, c, owner, left_rows, put); });
+          with_tile_height<2>(left_rows, table.left_rank4 / 4, [&](auto height) {
+            left_gradients<height.value>(table, slab, c, owner, left_rows, put);
+          });
         }
         owner_gradient.add(table, slab, left, c, left_rows);
       }

@@ -9,7 +9,7 @@ namespace flowtt {
 
 constexpr int kThreads = 256;      // of a block of every kernel
 constexpr int kMaxTileRows = 32;   // distinct rows that a block takes at a time: one a lane of a warp
-constexpr int kMaxLeftRows = 64;   // rows of the stacked left factors of a batch of flows
+constexpr int kMaxLeftRows = 32;   // rows of the stacked left factors of a batch of flows
 constexpr int kSmallSlab = 4096;   // elements of a slab of a middle slice
 constexpr int kLargeSlab = 16384;  // rank 128 by 128
 
@@ -37,8 +37,10 @@ struct DeviceTable {
   int32_t num_cores, dim;
   int32_t left_rows, left_rank, left_rank4, owner_q, rank, rank4, last_q, last_q4;
   int32_t slab_q, left_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
-  int32_t max_flows;  // of a batch
-  int32_t aligned;    // slices start at, and their rows are, whole float4
+  int32_t max_flows;     // of a batch
+  int32_t aligned;       // slices start at, and their rows are, whole float4
+  int32_t tensor_cores;  // make C
+  int32_t unused;
 };
 
 struct DeviceFeature {
@@ -114,6 +116,7 @@ inline DeviceTable device_table(const Table& table, int slab) {
   t.rank4 = pad4(t.rank);
   t.last_q = t.q[owner + 1];
   t.last_q4 = pad4(t.last_q);
+  t.tensor_cores = t.left_rank % 8 == 0 && t.rank % 8 == 0;
   const int fit = slab / (t.left_rank4 * t.rank4);
   t.slab_q = fit < 1 ? 1 : fit < t.owner_q ? fit : t.owner_q;
   t.left_pitch = odd_pitch(t.left_rank);

@@ -33,7 +33,7 @@ struct ForwardArguments {
   int row_stride;
 };
 
-__global__ void __launch_bounds__(kThreads, 2) forward_rows(const __grid_constant__ ForwardArguments p) {
+__global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constant__ ForwardArguments p) {
   FLOWTT_DYNAMIC_SHARED(raw);
   const ForwardShared at(p.sizes);
   Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
@@ -78,8 +78,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_rows(const __grid_constan
         __pipeline_wait_prior(1);
         __syncthreads();
         if (!is_held) {
-          with_tile_height<4>(left_rows, slab.num_q * table.rank4 / 4,
-                           [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, left_rows); });
+          make_products<2, 4>(table, slab, left, owner, c, left_rows);
         }
         __pipeline_wait_prior(0);
         __syncthreads();

@@ -111,4 +111,43 @@ FLOWTT_INLINE void reduce4(float* p, float4 v) {
 #endif
 }
 
+// A float as a TF32 number: 10 bits of mantissa, to the nearest, ties away from zero.
+__device__ __forceinline__ float to_tf32(float x) {
+#ifdef FLOWTT_CUDA_EMULATION
+  return __int_as_float((__float_as_int(x) + 0x1000) & static_cast<int>(0xffffe000u));
+#else
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return __uint_as_float(bits);
+#endif
+}
+
+// D [16, 8] += A [16, 8] * B [8, 8] by the tensor cores, for a whole warp. Lane 4 g + t holds
+//   A: (g, t) (g + 8, t) (g, t + 4) (g + 8, t + 4)   B: (t, g) (t + 4, g)   D: (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8,
+//   2t + 1)
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+#ifdef FLOWTT_CUDA_EMULATION
+  struct Operands {
+    float a[4], b[2];
+  } all[32];
+  ::cuda_emulation::gather({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int k = 0; k < 8; ++k) {
+    const int q = k % 4, half = k / 4;
+    const float* const row = all[4 * g + q].a + 2 * half;
+    const float first = all[8 * t + q].b[half], second = all[8 * t + 4 + q].b[half];
+    d[0] += row[0] * first;
+    d[1] += row[0] * second;
+    d[2] += row[1] * first;
+    d[3] += row[1] * second;
+  }
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+#endif
+}
+
 }  // namespace flowtt

@@ -57,6 +57,74 @@ __device__ __forceinline__ void prefix_products(const DeviceTable& table, Slab s
   }
 }
 
+// x as the sum of two TF32 numbers.
+FLOWTT_INLINE void split_tf32(float x, float& high, float& low) {
+  high = to_tf32(x);
+  low = to_tf32(x - high);
+}
+
+// The same by the tensor cores, with FP32's accuracy: an operand is the sum of two TF32 numbers, and of the four
+// products the smallest is dropped. A warp makes 16 x (8 TILES) of C at a time. For ranks that are multiples of eight;
+// reads left factors again where rows are no multiple of 16.
+template <int TILES>
+__device__ __forceinline__ void prefix_products_tf32(const DeviceTable& table, Slab slab, const float* left,
+                                                     const float* owner, float* c, int rows) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int pieces = table.rank / 8, columns = slab.num_q * pieces;  // in tiles of eight
+  const int row_tiles = (rows + 15) / 16, strips = (columns + TILES - 1) / TILES;
+  for (int item = threadIdx.x / 32; item < row_tiles * strips; item += kThreads / 32) {
+    const int row = item / strips * 16 + g, first = item % strips * TILES;
+    const float* const upper = left + min(row, rows - 1) * table.left_pitch;
+    const float* const lower = left + min(row + 8, rows - 1) * table.left_pitch;
+    int column[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int tile = min(first + n, columns - 1);
+      column[n] = tile / pieces * table.rank_pitch + tile % pieces * 8;
+    }
+    float sum[TILES][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < table.left_rank; k += 8) {
+      float a[4], a_low[4];
+      split_tf32(upper[k + t], a[0], a_low[0]);
+      split_tf32(lower[k + t], a[1], a_low[1]);
+      split_tf32(upper[k + t + 4], a[2], a_low[2]);
+      split_tf32(lower[k + t + 4], a[3], a_low[3]);
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const float* const from = owner + (k + t) * table.slab_pitch + column[n] + g;
+        float b[2], b_low[2];
+        split_tf32(from[0], b[0], b_low[0]);
+        split_tf32(from[4 * table.slab_pitch], b[1], b_low[1]);
+        multiply_tf32(sum[n], a_low, b);
+        multiply_tf32(sum[n], a, b_low);
+        multiply_tf32(sum[n], a, b);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      if (first + n >= columns) continue;
+      float* const to = c + row * table.slab_pitch + column[n] + 2 * t;
+      if (row < rows) *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
+      if (row + 8 < rows) {
+        *reinterpret_cast<float2*>(to + 8 * table.slab_pitch) = make_float2(sum[n][2], sum[n][3]);
+      }
+    }
+  }
+}
+
+// C = left * owner, the best way for the shape; a thread makes at most MOST x 4 at a time, a warp 16 x (8 TILES).
+template <int MOST, int TILES>
+__device__ __forceinline__ void make_products(const DeviceTable& table, Slab slab, const float* left,
+                                              const float* owner, float* c, int rows) {
+  if (table.tensor_cores) {
+    prefix_products_tf32<TILES>(table, slab, left, owner, c, rows);
+  } else {
+    with_tile_height<MOST>(rows, slab.num_q * table.rank4 / 4,
+                           [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, rows); });
+  }
+}
+
 // E = C * last for the tile's rows [begin, end); rows of the slab's flows, which start with `first_flow`, are in C.
 template <int TM>
 __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab, const Tile& tile, int begin, int end,
