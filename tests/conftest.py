@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tt_samples import CUDA_EMULATED
+from tt_samples import CUDA, CUDA_EMULATED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,4 +25,12 @@ def backend(request: pytest.FixtureRequest) -> str:
         if build.toolkit() is None:
             pytest.skip("the headers of the CUDA toolkit are not here")
         emulated.load()
+    if request.param == CUDA:
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU here")
+        from on_gpu import OpsOnDevice
+
+        from flowtt_torchrec import native, ops
+
+        ops.BACKENDS[CUDA] = OpsOnDevice(native, "cuda")
     return request.param

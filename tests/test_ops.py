@@ -315,6 +315,8 @@ def test_warning_names_the_first_bad_index_and_counts_them(backend):
 @every_backend
 @pytest.mark.parametrize("mode", list(BoundsCheckMode))
 def test_bad_offsets_are_an_error_in_every_mode(backend, mode):
+    if backend == "cuda":
+        pytest.skip("on a GPU the kernel fails, and no call of this process would work any more")
     layout = layout_of("two_cores", "three_cores")
     indices = torch.arange(5)
     for offsets, message in (

@@ -18,9 +18,11 @@ from flowtt_torchrec.spec import TTSpec
 
 BACKENDS = ("reference", "native")
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
-# And the CUDA kernels on an emulator, which have no float64: see `dtype_of`.
-CUDA_EMULATED = "cuda-emulated"
-every_backend = pytest.mark.parametrize("backend", [*BACKENDS, CUDA_EMULATED], indirect=True)
+# And the CUDA kernels, on an emulator and on a GPU; they have no float64: see `dtype_of`.
+CUDA_EMULATED, CUDA = "cuda-emulated", "cuda"
+every_backend = pytest.mark.parametrize(
+    "backend", [*BACKENDS, CUDA_EMULATED, pytest.param(CUDA, marks=pytest.mark.cuda)], indirect=True
+)
 
 SPECS = {
     "two_cores": TTSpec(23, 6, (4, 6), (2, 3), (5,)),
@@ -37,7 +39,7 @@ SPECS = {
 
 def dtype_of(backend: str) -> torch.dtype:
     """The most exact type that a backend has."""
-    return torch.float32 if backend == CUDA_EMULATED else torch.float64
+    return torch.float32 if backend in (CUDA_EMULATED, CUDA) else torch.float64
 
 
 @contextmanager
