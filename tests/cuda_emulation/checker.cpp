@@ -256,7 +256,7 @@ void forget_shared(const void* data, size_t bytes) {
                 [](size_t word, unsigned mask) { shared_cells[word / 4].initialised &= uint8_t(~mask); });
 }
 
-void access(const void* address, unsigned size, bool write, bool atomic, void* pc) {
+void access(const void* address, unsigned size, bool write, bool atomic, void* pc, bool counted) {
   Fiber& fiber = *self();
   const auto* const byte = static_cast<const char*>(address);
   if (byte >= stacks && byte < stacks + stacks_bytes) return;  // the thread's own variables
@@ -274,7 +274,7 @@ void access(const void* address, unsigned size, bool write, bool atomic, void* p
     }
     check_global(fiber, byte, size, write, atomic, pc);
   }
-  if (config().profile) counters::record(fiber, pc, address, size, shared, write, atomic);
+  if (counted && config().profile) counters::record(fiber, pc, address, size, shared, write, atomic);
   const int period = config().accesses_per_preemption;
   if (!atomic && period > 0 && --until_preemption <= 0) {
     until_preemption = 1 + int(random_below(uint32_t(2 * period)));

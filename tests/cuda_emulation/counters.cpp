@@ -21,12 +21,15 @@ struct Request {
   bool shared, write, atomic;
 };
 
+// One code address can both read global and write shared memory: an asynchronous copy.
+using Site = std::pair<void*, int>;  // address, kind
+
 struct WarpRequests {
-  std::unordered_map<void*, uint32_t> seen[kWarpSize];
-  std::map<std::pair<void*, uint32_t>, Request> open;
+  std::map<Site, uint32_t> seen[kWarpSize];
+  std::map<std::pair<Site, uint32_t>, Request> open;
 };
 
-std::unordered_map<void*, Totals> totals;
+std::map<Site, Totals> totals;
 std::unordered_map<const Warp*, WarpRequests> warps;
 std::string report;
 
@@ -60,8 +63,8 @@ void add_global(Totals& to, const Request& request) {
   to.least += (uint64_t(__builtin_popcount(request.lanes)) * request.size + 31) / 32;
 }
 
-void close(void* pc, const Request& request) {
-  Totals& to = totals[pc];
+void close(const Site& site, const Request& request) {
+  Totals& to = totals[site];
   to.shared = request.shared;
   to.write = request.write;
   to.atomic = request.atomic;
@@ -77,7 +80,8 @@ namespace counters {
 void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool shared, bool write, bool atomic) {
   const Warp* warp = &fiber.owner->warps[fiber.warp];
   WarpRequests& requests = warps[warp];
-  const std::pair<void*, uint32_t> key{pc, requests.seen[fiber.lane][pc]++};
+  const Site site{pc, (shared ? 2 : 0) + (write ? 1 : 0)};
+  const std::pair<Site, uint32_t> key{site, requests.seen[fiber.lane][site]++};
   Request& request = requests.open[key];
   request.addresses[fiber.lane] = reinterpret_cast<uint64_t>(address);
   request.lanes |= 1u << fiber.lane;
@@ -86,7 +90,7 @@ void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool sha
   request.write = write;
   request.atomic = atomic;
   if (request.lanes != warp->lanes) return;
-  close(pc, request);
+  close(site, request);
   requests.open.erase(key);
 }
 
@@ -104,9 +108,9 @@ void block_ends(Block& block) {
 // One line a source line and kind: space, operation, requests, transactions, least, bytes, source. Forgets the counts.
 const std::string& take_profile() {
   std::map<std::string, Totals> lines;
-  for (const auto& [pc, one] : totals) {
+  for (const auto& [site, one] : totals) {
     const char* operation = one.atomic ? "atomic" : one.write ? "store" : "load";
-    Totals& line = lines[std::string(one.shared ? "shared " : "global ") + operation + " " + source_line(pc)];
+    Totals& line = lines[std::string(one.shared ? "shared " : "global ") + operation + " " + source_line(site.first)];
     line.requests += one.requests;
     line.transactions += one.transactions;
     line.least += one.least;

@@ -111,7 +111,8 @@ void block_starts(Block& block, size_t shared_bytes);
 void block_ends(Block& block);
 void shared_is(unsigned char* data, size_t bytes, bool valid);
 void forget_shared(const void* data, size_t bytes);  // contents are undefined from now on
-void access(const void* address, unsigned size, bool write, bool atomic, void* pc);
+// counted: whether the profile counts it.
+void access(const void* address, unsigned size, bool write, bool atomic, void* pc, bool counted = true);
 void publish_and_observe(Fiber& fiber, const void* address);
 void fence(Fiber& fiber);
 void barrier_completes(Block& block);

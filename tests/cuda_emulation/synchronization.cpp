@@ -192,7 +192,7 @@ void async_wait(unsigned groups_in_flight) {
       const AsyncCopy& copy = (*fiber->copies)[i];
       std::memcpy(copy.target, copy.source, copy.size - copy.zeros);
       std::memset(static_cast<char*>(copy.target) + copy.size - copy.zeros, 0, copy.zeros);
-      checker::access(copy.target, copy.size, true, false, __builtin_return_address(0));
+      checker::access(copy.target, copy.size, true, false, __builtin_return_address(0), false);  // counted when issued
     }
     fiber->copies->erase(fiber->copies->begin(), fiber->copies->begin() + count);
   }

@@ -13,7 +13,7 @@ void block_starts(Block&, size_t) {}
 void block_ends(Block&) {}
 void shared_is(unsigned char*, size_t, bool) {}
 void forget_shared(const void*, size_t) {}
-void access(const void*, unsigned, bool, bool, void*) {}
+void access(const void*, unsigned, bool, bool, void*, bool) {}
 void publish_and_observe(Fiber&, const void*) {}
 void fence(Fiber&) {}
 void barrier_completes(Block&) {}
