@@ -17,6 +17,7 @@ DEV := $(VENV)/.flowtt-dev
 BUILT := $(VENV)/.flowtt-built
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
+# Threads that spin while they wait take the cores from each other where processes share them, hence PASSIVE below.
 .PHONY: setup train test test-cuda lint format bench clean
 
 setup: $(BUILT)
@@ -34,16 +35,17 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
-# torchx runs `torchrun` from the PATH, hence the activated environment.
+# torchx runs `torchrun` from the PATH, hence the activated environment. train_dlrm.py sets its own threads;
+# OMP_NUM_THREADS only keeps torchrun from talking about them.
 train: $(BUILT)
-	$(ACTIVATE) && torchx run -s local_cwd dist.ddp -j 1x$(NPROC) --script train_dlrm.py -- --config $(CONFIG) $(ARGS)
+	$(ACTIVATE) && OMP_NUM_THREADS=1 torchx run -s local_cwd -cfg log_dir=logs dist.ddp -j 1x$(NPROC) --script train_dlrm.py -- --config $(CONFIG) $(ARGS)
 
 test: $(BUILT) $(DEV)
-	$(ACTIVATE) && python -m pip check && python -m pytest $(PYTEST_ARGS)
+	$(ACTIVATE) && python -m pip check && OMP_WAIT_POLICY=PASSIVE python -m pytest $(PYTEST_ARGS)
 
 # The CUDA kernels on a CPU, under every check: part of `make test` too. On a GPU: scripts/gpu_check.sh.
 test-cuda: $(BUILT) $(DEV)
-	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py $(PYTEST_ARGS)
+	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py tests/benchmarks/test_cuda_counts.py $(PYTEST_ARGS)
 	$(ACTIVATE) && python -m pytest tests/test_ops.py -k cuda $(PYTEST_ARGS)
 
 lint: $(BUILT) $(DEV)
@@ -56,7 +58,7 @@ format: $(DEV)
 # The quick preset, about a minute and a half. The results go to benchmarks/results/.
 bench: $(BUILT) $(DEV)
 	@mkdir -p benchmarks/results
-	$(ACTIVATE) && python -m benchmarks.lookup --preset quick --json benchmarks/results/lookup_quick.json --csv benchmarks/results/lookup_quick.csv
+	$(ACTIVATE) && OMP_WAIT_POLICY=PASSIVE python -m benchmarks.lookup --preset quick --json benchmarks/results/lookup_quick.json --csv benchmarks/results/lookup_quick.csv
 
 clean:
 	rm -rf build *.egg-info flowtt_torchrec/_C*.so $(BUILT)

@@ -10,6 +10,7 @@ instruction that tensor cores execute shows only its loads.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections import defaultdict
@@ -23,8 +24,7 @@ from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.spec import TTSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from cuda_emulation import emulated
+emulated = importlib.import_module("cuda_emulation.emulated")
 
 SPEC = TTSpec(16_000, 32, (20, 4, 200), (2, 4, 4), (32, 32))
 LOOKUPS = 600

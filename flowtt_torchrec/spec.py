@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flowtt_torchrec.shapes import DEFAULT_LOOKUPS, OBJECTIVES, balanced_shape, largest_ranks, search_shape
+
 MIN_CORES, MAX_CORES = 2, 4
-OBJECTIVES = ("balanced",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class TTSpec:
             raise ValueError(
                 f"TT q {self.q} multiplies to {math.prod(self.q)}, not to the embedding_dim {self.embedding_dim}"
             )
-        for k, (rank, most) in enumerate(zip(self.ranks, _largest_ranks(self.p, self.q, self.ranks)), start=1):
+        for k, (rank, most) in enumerate(zip(self.ranks, largest_ranks(self.p, self.q, self.ranks)), start=1):
             if rank > most:
                 raise ValueError(
                     f"TT rank r_{k} = {rank} exceeds {most}, the most that p {self.p}, q {self.q} and its neighbour "
@@ -80,37 +81,49 @@ class TTSpec:
         embedding_dim: int,
         rank: int | Sequence[int] = 32,
         *,
-        num_cores: int = 3,
+        num_cores: int | None = None,
         objective: str = "balanced",
+        max_parameters: int | None = None,
+        lookups: int = DEFAULT_LOOKUPS,
     ) -> TTSpec:
         """Chooses ``p`` and ``q`` for a table.
 
         ``"balanced"`` makes the factors of rows and columns as equal as they can be, the largest last, as TT-Rec and
-        its successors do (TT-Rec, section 3.1).
+        its successors do. ``"memory"`` takes the fewest parameters for the rank. ``"flow"`` makes a training step as
+        fast as it can be (`flowtt_torchrec.shapes`) with no more parameters than the balanced shape. What a shape other
+        than the balanced one does to the quality of a model has not been studied.
 
         Args:
             num_embeddings: rows of the table.
             embedding_dim: columns of the table.
-            rank: one number, clipped where a core is too small for it, or one rank for each inner bond, taken as it is.
-            num_cores: 2, 3 or 4.
-            objective: ``"balanced"``.
+            rank: one number, clipped where a core is too small for it; or, for the balanced shape, one rank for each
+                inner bond, taken as it is.
+            num_cores: 2, 3 or 4; by default 3 for the balanced shape, and for the others the best of the three.
+            objective: ``"balanced"``, ``"memory"`` or ``"flow"``.
+            max_parameters: the most parameters of ``"memory"`` and ``"flow"``; by default the balanced shape's.
+            lookups: lookups of the table in a batch of all ranks, which ``"flow"`` assumes.
 
         Raises:
-            ValueError: for an unknown objective, or ranks given one by one that the shape does not allow.
+            ValueError: for an unknown objective, ranks given one by one that the shape does not allow, or a budget that
+                no shape fits.
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {objective!r}; known: {', '.join(OBJECTIVES)}")
-        if not MIN_CORES <= num_cores <= MAX_CORES:
+        if num_cores is not None and not MIN_CORES <= num_cores <= MAX_CORES:
             raise ValueError(f"num_cores {num_cores} is not supported; allowed: {MIN_CORES} to {MAX_CORES}")
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"a table needs at least one row and one column, not {num_embeddings} x {embedding_dim}")
-        p, q = _balanced_cover(num_embeddings, num_cores), _balanced_factors(embedding_dim, num_cores)
-        if isinstance(rank, int):
-            if rank < 1:
-                raise ValueError(f"TT rank must be at least 1, not {rank}")
-            ranks = _largest_ranks(p, q, (rank,) * (num_cores - 1))
+        largest = rank if isinstance(rank, int) else max(rank, default=1)
+        if largest < 1:
+            raise ValueError(f"TT rank must be at least 1, not {rank}")
+        if objective == "balanced":
+            p, q, ranks = balanced_shape(num_embeddings, embedding_dim, largest, num_cores or 3)
+            ranks = ranks if isinstance(rank, int) else tuple(rank)
+        elif not isinstance(rank, int):
+            raise ValueError(f"objective {objective!r} takes one rank for all bonds, not {tuple(rank)}")
         else:
-            ranks = tuple(rank)
+            cores = (2, 3, 4) if num_cores is None else (num_cores,)
+            p, q, ranks = search_shape(objective, num_embeddings, embedding_dim, rank, cores, lookups, max_parameters)
         return cls(num_embeddings, embedding_dim, p, q, ranks)
 
     @property
@@ -250,51 +263,3 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"cannot read {size!r} as a size; write it like 8GB, 512MiB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def _largest_ranks(p: Sequence[int], q: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """``wanted``, clipped to the ranks that a tensor of this shape can have.
-
-    Unfolding ``k`` has ``p_k q_k r_{k-1}`` rows once the cores before it are orthogonal, and likewise from the right;
-    a larger rank only stores zeros (Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 2011, section 2).
-    """
-    ranks = list(wanted)
-    cores = len(p)
-    bound = 1
-    for k in range(cores - 1):
-        bound = min(bound * p[k] * q[k], ranks[k])
-        ranks[k] = bound
-    bound = 1
-    for k in range(cores - 1, 0, -1):
-        bound = min(bound * p[k] * q[k], ranks[k - 1])
-        ranks[k - 1] = bound
-    return tuple(ranks)
-
-
-def _balanced_cover(rows: int, count: int) -> tuple[int, ...]:
-    """``count`` nearly equal factors, ascending, whose product is at least ``rows`` and barely more."""
-    factors, left = [], rows
-    for remaining in range(count, 0, -1):
-        root = round(left ** (1 / remaining))
-        while root**remaining < left:  # the float root may be off by one
-            root += 1
-        while root > 1 and (root - 1) ** remaining >= left:
-            root -= 1
-        factors.append(root)
-        left = -(-left // root)
-    return tuple(sorted(factors))
-
-
-def _balanced_factors(number: int, count: int) -> tuple[int, ...]:
-    """``count`` factors of ``number``, ascending, with the smallest possible sum."""
-
-    def splits(n: int, parts: int, least: int) -> Iterable[tuple[int, ...]]:
-        if parts == 1:
-            if n >= least:
-                yield (n,)
-            return
-        for first in range(least, int(n ** (1 / parts)) + 2):
-            if n % first == 0:
-                yield from ((first, *rest) for rest in splits(n // first, parts - 1, first))
-
-    return min(splits(number, count, 1), key=sum)

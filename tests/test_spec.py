@@ -94,7 +94,7 @@ def test_bad_shapes_say_what_is_allowed(change: dict, message: str) -> None:
 
 
 def test_suggest_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="'fast'; known: balanced"):
+    with pytest.raises(ValueError, match="'fast'; known: balanced, memory, flow"):
         TTSpec.suggest(100, 8, objective="fast")
     with pytest.raises(ValueError, match="num_cores 5"):
         TTSpec.suggest(100, 8, num_cores=5)

@@ -85,7 +85,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         if missing:
             raise ValueError(
                 f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
-                "the planner's compression first among the sharders"
+                "the planner's compression last among the sharders (of two for one module type TorchRec takes the last)"
             )
         # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
         place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}

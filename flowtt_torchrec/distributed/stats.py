@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -118,14 +119,16 @@ class CompressionStats(Stats):
             self.show()
 
     def show(self) -> None:
-        """Prints the table of the last plan, if it has TT tables: drawn on a terminal, in plain lines elsewhere."""
+        """Prints the table of the last plan, if it has TT tables: drawn where it fits a terminal, else in lines."""
         if not self.rows:
             return
         table = self._table()
-        if sys.stdout.isatty():
+        lines = _align(table)
+        width = max(map(len, lines)) + len(COLUMNS) + 3  # with the borders
+        if sys.stdout.isatty() and shutil.get_terminal_size().columns >= width:
             _draw(table, self._summary)
         else:
-            print("\n".join([*_align(table), self._summary]), flush=True)
+            print("\n".join([*lines, self._summary]), flush=True)
 
     def _table(self) -> list[tuple[str, ...]]:
         largest = sorted(self.rows, key=lambda row: row.dense_bytes, reverse=True)

@@ -127,7 +127,7 @@ class CompressionConfig:
     budget: int | str | None = None
     """Bytes for the weights of all tables, like ``8GB``."""
     rank: int = 32
-    num_cores: int = 3
+    num_cores: int | None = None
     objective: str = "balanced"
     tables: Literal["all", "dense"] | dict[str, Literal["tt", "dense"] | TableCompression] = field(default_factory=dict)
     """``all`` or ``dense`` for all tables; or, by table name, ``tt``, ``dense`` or a shape."""

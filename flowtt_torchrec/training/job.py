@@ -58,7 +58,7 @@ def _check_backend() -> None:
 
 def dry_run(config: TrainConfig, machine: DryRun, console: Console) -> None:
     """Plans for a machine that need not be there, and prints the plan."""
-    kind = config.training.device or os.environ.get("FLOWTT_DEVICE") or "cpu"
+    kind = choose_device(config.training.device, must_exist=False)
     dataset = make_dataset(config.data, Sharding(config.training.batch_size, 0, machine.world_size))
     if config.report.print_sharding_plan:
         print_planner_logs()

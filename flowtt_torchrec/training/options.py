@@ -69,7 +69,7 @@ ABSENT = {
     "--mmap_mode": "raw TSV is read as a stream, never whole in memory",
     "--shuffle_batches": "use --set data.shuffle_rows=N",
     "--shuffle_training_set": "use --set data.shuffle_rows=N",
-    "--print_lr": "the learning rate is in the progress lines and the report",
+    "--print_lr": "the learning rate is in the report and in TensorBoard",
 }
 
 

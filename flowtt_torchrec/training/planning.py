@@ -68,10 +68,15 @@ def make_topology(machine: Machine) -> Topology:
     )
 
 
-def make_sharders(specs: Mapping[str, TTSpec]) -> list[ModuleSharder[Any]]:
-    """TorchRec's sharders, but for embedding bag collections the one that knows tensor trains."""
+def make_sharders(specs: Mapping[str, TTSpec], seed: int = 0) -> list[ModuleSharder[Any]]:
+    """TorchRec's sharders, but for embedding bag collections the one that knows tensor trains.
+
+    Args:
+        specs: of the tensor-train tables.
+        seed: of their initial cores.
+    """
     stock = [sharder for sharder in get_default_sharders() if sharder.module_type is not EmbeddingBagCollection]
-    return [TTEmbeddingBagCollectionSharder(specs), *stock]
+    return [TTEmbeddingBagCollectionSharder(specs, seed=seed), *stock]
 
 
 class Planning:
@@ -101,7 +106,7 @@ class Planning:
         self.specs = choose_specs(config.compression, self.tables)
         self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
         optimize_tables_in_backward(self.model, config.optimizer)
-        self.sharders = make_sharders(self.specs)
+        self.sharders = make_sharders(self.specs, config.training.seed)
         self.compression = CompressionStats(self.specs, announce=False)
         hbm = machine.hbm if config.planner.hbm is None else parse_bytes(config.planner.hbm)
         ddr = machine.ddr if config.planner.ddr is None else parse_bytes(config.planner.ddr)

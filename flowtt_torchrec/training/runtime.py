@@ -32,17 +32,17 @@ class Runtime:
         return self.rank == 0
 
 
-def choose_device(wanted: str | None) -> str:
+def choose_device(wanted: str | None, must_exist: bool = True) -> str:
     """``"cpu"`` or ``"cuda"``: what is asked for, else FLOWTT_DEVICE, else cuda if there is a GPU.
 
     Raises:
-        ConfigError: FLOWTT_DEVICE is something else, or cuda is asked for and there is no GPU.
+        ConfigError: FLOWTT_DEVICE is something else, or cuda is asked for, has to exist, and there is no GPU.
     """
     source = "training.device" if wanted is not None else "FLOWTT_DEVICE"
     kind = wanted or os.environ.get("FLOWTT_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"{source}={kind} is unknown; allowed: cpu, cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if must_exist and kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{source}=cuda, but torch {torch.__version__} finds no GPU; use {source}=cpu")
     return kind
 

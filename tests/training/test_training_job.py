@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     _prepare(tmp_path)
     arguments = ["--config", "tiny.yaml", "--limit_train_batches", "3", "--limit_val_batches", "2", "--adagrad"]
     result = subprocess.run(
-        ["python", str(SCRIPT), *arguments, "--resume", "--checkpoint-dir", "none", "--test_batch_size", "10"],
+        [sys.executable, str(SCRIPT), *arguments, "--resume", "--checkpoint-dir", "none", "--test_batch_size", "10"],
         cwd=tmp_path,
         env=environment(),
         text=True,
