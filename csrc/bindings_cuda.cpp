@@ -27,7 +27,7 @@
 namespace flowtt {
 namespace {
 
-std::atomic<bool> deterministic{false};
+std::atomic<bool> deterministic{false}, by_work{true}, steal{true};
 
 #ifdef FLOWTT_CUDA_EMULATION
 struct Device {
@@ -95,7 +95,8 @@ class Workspace {
               registered_.add(name, tensors_.back(), false);
               return tensors_.back().data_ptr();
             },
-            stream_};
+            stream_,
+            {by_work, steal}};
   }
 
  private:
@@ -184,6 +185,8 @@ struct Problem {
       }
     }
     floats("weights", weights, {parameters});
+    check(reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % 16 == 0,
+          "weights must start at a multiple of 16 bytes; a view into the middle of another tensor may not: clone it");
     weighted = factors.has_value();
     if (weighted) floats("per_sample_weights", *factors, {n});
     pooling = {factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr,
@@ -292,6 +295,11 @@ std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward,
 
 void use_deterministic_cuda(bool on) { deterministic = on; }
 
+void use_cuda_mapping(bool shares_by_work, bool steals) {
+  by_work = shares_by_work;
+  steal = steals;
+}
+
 }  // namespace
 }  // namespace flowtt
 
@@ -308,5 +316,6 @@ STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
+  m.impl("use_cuda_mapping", TORCH_BOX(&flowtt::use_cuda_mapping));
   m.impl("use_deterministic_cuda", TORCH_BOX(&flowtt::use_deterministic_cuda));
 }

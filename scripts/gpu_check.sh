@@ -13,7 +13,7 @@ print(torch.__version__, torch.cuda.get_device_name(), f"compute capability {tor
 PYTHON
 FLOWTT_BUILD_CUDA=1 python setup.py build_ext --inplace 2>&1 | tee "$out/build.txt"
 PYTHONPATH=. python -m benchmarks.cuda_kernels | tee "$out/kernels.txt"
-PYTHONPATH=. python -m pytest tests/test_ops.py tests/test_cuda_library.py -m "cuda or not slow" -k "cuda and not emulated" -q \
+PYTHONPATH=. python -m pytest tests/test_ops.py tests/test_cuda_library.py tests/test_cuda_graph.py -m "cuda or not slow" -k "cuda and not emulated" -q \
   2>&1 | tee "$out/tests.txt"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck initcheck; do
@@ -21,3 +21,4 @@ if command -v compute-sanitizer >/dev/null; then
       -m cuda -k "many_tables and weighted-mean-prefix or rows_per_prefix" 2>&1 | tee "$out/$tool.txt"
   done
 fi
+PYTHONPATH=. python -m benchmarks.cuda_times --json "$out/times.json" | tee "$out/times.txt"

@@ -24,9 +24,16 @@ struct HostBatch {
   int64_t total_dim;    // of the output
 };
 
+// Who works on which tiles: for ablations. Results do not depend on it.
+struct Mapping {
+  bool by_work = true;  // shares of equal work, else of equal numbers of rows
+  bool steal = true;    // blocks without work take some of others'
+};
+
 struct Context {
   std::function<void*(const char* name, size_t bytes)> allocate;  // device memory that lives as long as the op
   cudaStream_t stream;
+  Mapping mapping;
 };
 
 struct PlanPointers {

@@ -92,6 +92,18 @@ def test_more_tiles_than_blocks_and_the_reverse(emulator, multiprocessors, resid
         emulator.cuda_emulation_set_resident_blocks(0)
 
 
+@pytest.mark.parametrize("by_work", [False, True], ids=["shares of rows", "shares of work"])
+@pytest.mark.parametrize("steal", [False, True], ids=["static", "stealing"])
+def test_mappings_for_ablations(emulator, by_work, steal):
+    layout = layout_of("powers_of_two", "three_cores")
+    torch.ops.flowtt_emulated.use_cuda_mapping(by_work, steal)
+    try:
+        compare(layout, *random_batch(layout, 100, 3))
+        compare(*long_flow(100))
+    finally:
+        torch.ops.flowtt_emulated.use_cuda_mapping(True, True)
+
+
 def test_many_tables(emulator):
     """More descriptors than one launch can carry."""
     count = 250
@@ -156,6 +168,9 @@ def test_what_is_not_supported_is_said(emulator):
     batch = torch.tensor([0, 1]), torch.tensor([0, 2])
     with ops.use_backend(emulated.BACKEND):
         layout = layout_of("three_cores")
+        shifted = torch.zeros(layout.num_parameters + 1)[1:]
+        with pytest.raises(RuntimeError, match="weights must start at a multiple of 16 bytes"):
+            ops.lookup(shifted, layout, *batch)
         with pytest.raises(RuntimeError, match="weights must be float32 on the GPU, not float64; other types run on"):
             ops.lookup(random_weights(layout), layout, *batch)
         layout = TTLayout([TTSpec(64, 64, (4, 4, 4), (4, 4, 4), (16, 16))], ["t"])
