@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowtt_torchrec import ops
 from flowtt_torchrec.cores import default_std, from_dense, init_cores
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.optimizers import OptimizerSpec, init_state, split_state, state_names
+from flowtt_torchrec.optimizers import OptimizerSpec, apply_gradient, init_state, split_state, state_names
 from flowtt_torchrec.reference import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec
 
@@ -213,6 +213,17 @@ class BatchedTTEmbeddingBags(_FlatCores):
         if self.optimizer is None:
             return {spec_name: [{} for _ in spec.p] for spec_name, spec in zip(self.layout.names, self.layout.specs)}
         return split_state(self.layout, self.optimizer.kind, self._optimizer_state())
+
+    def apply_gradient(self, grad: Tensor, touched: Tensor | None = None) -> None:
+        """Steps the fused optimizer from a gradient of `weights` that was summed elsewhere.
+
+        Args:
+            grad: ``[layout.num_parameters]``.
+            touched: bool ``[layout.num_slices]``, slices that were looked up; needed with weight decay.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("no fused optimizer; give the gradient to the torch optimizer of these tables")
+        apply_gradient(self.layout, self.optimizer, self.weights.detach(), self._optimizer_state(), grad, touched)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the fused optimizer's learning rate for the forward passes from now on, and their backward."""

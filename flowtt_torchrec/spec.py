@@ -8,6 +8,7 @@ significant digit first, and row ``i = (i_1, ..., i_d)`` is the product ``G_1[i_
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,6 +178,29 @@ class TTSpec:
     def flops_per_row(self) -> int:
         """Floating-point operations that make one row from its prefix product."""
         return 2 * self.embedding_dim * self.ranks[-1]
+
+    @property
+    def column_step(self) -> int:
+        """Columns that one value of the first core's column digit covers, ``q_2 ... q_d``: where a table can be cut."""
+        return math.prod(self.q[1:])
+
+    def narrow(self, columns: int) -> TTSpec:
+        """Shape of ``columns`` neighbouring columns: the same cores, but of the first only a part of its ``q_1``.
+
+        The ranks stay, even where they exceed what a table of so few columns can have.
+
+        Raises:
+            ValueError: if ``columns`` is no multiple of `column_step`, or more than there are.
+        """
+        if columns % self.column_step or not 0 < columns <= self.embedding_dim:
+            raise ValueError(
+                f"TT q {self.q} can be cut every {self.column_step} columns, which does not give a part of {columns}; "
+                f"allowed: multiples of {self.column_step} up to {self.embedding_dim}"
+            )
+        narrowed = copy.copy(self)
+        object.__setattr__(narrowed, "embedding_dim", columns)
+        object.__setattr__(narrowed, "q", (columns // self.column_step, *self.q[1:]))
+        return narrowed
 
     def check_table(self, name: str, num_embeddings: int, embedding_dim: int) -> None:
         """Raises ``ValueError`` naming the table unless the spec is for a table of that size."""

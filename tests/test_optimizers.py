@@ -15,7 +15,15 @@ from tt_samples import (
 )
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state, split_state, state_names
+from flowtt_torchrec.optimizers import (
+    KINDS,
+    OptimizerSpec,
+    apply_gradient,
+    init_state,
+    split_state,
+    state_names,
+    touched_slices,
+)
 
 
 @pytest.mark.parametrize(
@@ -193,3 +201,57 @@ def test_backward_runs_on_the_backend_of_forward(backend, monkeypatch):
         if name != backend:
             monkeypatch.setattr(ops.BACKENDS[name], "pooled_backward_update", None)
     output.sum().backward()
+
+
+@both_backends
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_step_from_a_summed_gradient_is_the_fused_step(backend, kind, decay):
+    layout = mixed_layout()
+    optimizer = OptimizerSpec(kind, learning_rate=0.05, eps=1e-3, weight_decay=decay)
+    fused = random_weights(layout).requires_grad_()
+    weights = fused.detach().clone()
+    fused_state, state = (init_state(layout, kind, dtype=torch.float64) for _ in range(2))
+    for step in range(3):
+        indices, offsets = random_batch(layout, batch_size=4, seed=step)
+        grad_output = torch.randn(4, layout.total_dim, dtype=torch.float64)
+        with ops.use_backend(backend):
+            plan = ops.flow_plan(layout, indices, offsets)
+            leaf = weights.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(ops.pooled_lookup(leaf, layout, offsets, plan), leaf, grad_output)
+            ops.fused_lookup(
+                fused, layout, indices, offsets, optimizer=optimizer, state=fused_state
+            ).backward(grad_output)  # fmt: skip
+        touched = touched_slices(layout, plan.row_keys[: int(plan.counts[0])])
+        apply_gradient(layout, optimizer, weights, state, grad, touched)
+        assert_near(weights, fused, 1e-12)
+        for name in state:
+            assert_near(state[name], fused_state[name], 1e-12)
+
+
+def test_touched_slices():
+    layout = layout_of("three_cores", "two_cores")  # p 5, 4, 6 and 4, 6
+    keys = layout.keys(torch.tensor([0, 0, 1]), torch.tensor([0, 99, 9]))
+    touched = layout.slice_views(touched_slices(layout, keys))
+    assert [[of.nonzero().flatten().tolist() for of in table] for table in touched] == [
+        [[0, 4], [0], [0, 3]],
+        [[1], [3]],
+    ]
+    assert not touched_slices(layout, keys[:0]).any()
+
+
+def test_weight_decay_must_know_what_was_touched():
+    layout = layout_of("tiny")
+    weights = random_weights(layout)
+    with pytest.raises(ValueError, match="weight decay falls on touched slices only"):
+        apply_gradient(layout, OptimizerSpec("sgd", weight_decay=0.1), weights, {}, torch.zeros_like(weights))
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad"])
+def test_a_gradient_of_zero_changes_nothing_without_eps(kind):
+    layout = layout_of("tiny")
+    weights = random_weights(layout)
+    before = weights.clone()
+    state = init_state(layout, kind, dtype=torch.float64)
+    apply_gradient(layout, OptimizerSpec(kind, 0.1, eps=0.0), weights, state, torch.zeros_like(weights))
+    assert torch.equal(weights, before)

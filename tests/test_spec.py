@@ -131,3 +131,21 @@ def test_parse_bytes(text: int | str, size: int) -> None:
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read"):
         parse_bytes(text)
+
+
+def test_narrow_keeps_all_but_the_first_q():
+    spec = TTSpec(90, 16, (5, 5, 4), (4, 2, 2), (15, 5))
+    assert spec.column_step == 4
+    part = spec.narrow(4)
+    assert (part.num_embeddings, part.embedding_dim, part.p, part.q, part.ranks) == (
+        90,
+        4,
+        (5, 5, 4),
+        (1, 2, 2),
+        (15, 5),
+    )
+    assert part.core_shapes[1:] == spec.core_shapes[1:]
+    assert spec.narrow(16) == spec
+    for columns in (0, 2, 6, 20):
+        with pytest.raises(ValueError, match=r"q \(4, 2, 2\) can be cut every 4 columns.*multiples of 4 up to 16"):
+            spec.narrow(columns)

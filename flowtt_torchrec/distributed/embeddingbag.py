@@ -22,11 +22,20 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from flowtt_torchrec.distributed.column_shards import check_columns
+from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, sharing_groups
 from flowtt_torchrec.distributed.kernel import TTKernel, core_name
-from flowtt_torchrec.distributed.sharding import SHARDINGS, SUPPORTED_SHARDING_TYPES, TTParameterSharding
+from flowtt_torchrec.distributed.sharding import (
+    COLUMN_TYPES,
+    ROW_TYPES,
+    SHARDINGS,
+    SUPPORTED_SHARDING_TYPES,
+    TTParameterSharding,
+)
+from flowtt_torchrec.distributed.shared_kernel import TTSharedEmbeddingBag
 from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
 from flowtt_torchrec.spec import TTSpec
 
@@ -44,11 +53,24 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
+    _pooling_type_to_rs_features: dict[str, list[str]]
     _tt_ready = False  # the base class's constructor resets parameters and may load a state dict
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if PoolingType.MEAN.value in self._pooling_type_to_rs_features:
+            self._spare_means_of_other_tables()
         self._tt_ready = True
+
+    def _spare_means_of_other_tables(self) -> None:
+        """Keeps the columns of tables that are not row-wise from being divided by the bags' lengths.
+
+        Row-wise means are sums that TorchRec divides in the end, and with them, by mistake, all other tables' columns.
+        It divides by 1 what it finds in its list of row-wise sums, so that is where the other tables' features go.
+        """
+        for config in self._embedding_bag_configs:
+            if self.module_sharding_plan[config.name].sharding_type not in ROW_TYPES:
+                self._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -64,9 +86,12 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
         sharding_type = sharding_infos[0].param_sharding.sharding_type
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
-            return SHARDINGS[sharding_type](sharding_infos, env, device)
-        return SHARDINGS[sharding_type](sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+        kwargs: dict[str, Any] = {}
+        if sharding_type != ShardingType.DATA_PARALLEL.value:
+            kwargs["qcomm_codecs_registry"] = qcomm_codecs_registry
+        if sharding_type in COLUMN_TYPES:
+            kwargs["permute_embeddings"] = permute_embeddings
+        return SHARDINGS[sharding_type](sharding_infos, env, device, **kwargs)
 
     def _tt_tables(self) -> dict[str, TTTable]:
         """All TT tables of the collection, also those on other ranks."""
@@ -89,6 +114,11 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return {name: cores for kernel in self._tt_kernels() for name, cores in kernel.cores.items()}
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        plan = {name: self.module_sharding_plan[name] for name in self._tt_tables()}
+        sync = CoreGradientSync(sharing_groups(plan, self._env.process_group))
+        for kernel in self._tt_kernels():
+            if isinstance(kernel, TTSharedEmbeddingBag):
+                kernel.share(sync)
         super()._initialize_torch_state(skip_registering)
         for name, cores in self.tt_cores().items():
             for k, core in enumerate(cores):
@@ -170,9 +200,13 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     It takes the place of TorchRec's sharder for ``EmbeddingBagCollection``; dense tables keep all of its sharding types
     and kernels. The tables should be on the ``meta`` device: the values of a dense table are not used.
 
-    A table-wise TT table is stepped in backward by the optimizer of ``apply_optimizer_in_backward`` (SGD, Adagrad or
-    RowWiseAdagrad, with ``lr``, ``eps`` and ``weight_decay``). The cores of a data-parallel one are ordinary
+    A TT table is stepped in backward by the optimizer of ``apply_optimizer_in_backward`` (SGD, Adagrad or
+    RowWiseAdagrad, with ``lr``, ``eps`` and ``weight_decay``), unless it is data-parallel: then its cores are ordinary
     parameters for the dense optimizer, as are TorchRec's own data-parallel tables.
+
+    A row-wise or column-wise table is still one tensor train: every rank with a shard has all cores, serves its rows or
+    columns, and makes the same step from the gradient summed over these ranks. Such tables need a gradient on all
+    ranks in every backward, as TorchRec's exchange does anyhow.
 
     Args:
         compression: spec of each table that is to be a tensor train.
@@ -204,8 +238,14 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Spec of each table that is to be a tensor train."""
         return dict(self._compression)
 
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec's, and row-wise ones for TT tables on the CPU, where TorchRec has none."""
+        types = super().sharding_types(compute_device_type)
+        return [*types, *(name for name in SUPPORTED_SHARDING_TYPES if name not in types)]
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        kernels = super().compute_kernels(sharding_type, compute_device_type)
+        stock = sharding_type in super().sharding_types(compute_device_type)
+        kernels = super().compute_kernels(sharding_type, compute_device_type) if stock else []
         return [*kernels, CUSTOMIZED_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
 
     def shard(
@@ -244,6 +284,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             if hasattr(parameter, "_optimizer_kwargs"):
                 # TorchRec renames keys in these dicts; they belong to the caller
                 parameter._optimizer_kwargs = [dict(kwargs) for kwargs in parameter._optimizer_kwargs]
+        _check_row_wise_means(list(configs.values()), tables, params)
         shared = TTTables(tables, self._seed)
         return ShardedTTEmbeddingBagCollection(
             module=module,
@@ -277,8 +318,13 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         if sharding.sharding_type not in SUPPORTED_SHARDING_TYPES:
             raise ValueError(
                 f"table {name!r} is planned {sharding.sharding_type}; TT tables support "
-                f"{' and '.join(SUPPORTED_SHARDING_TYPES)}"
+                f"{', '.join(SUPPORTED_SHARDING_TYPES)}"
             )
+        if sharding.sharding_type in COLUMN_TYPES:
+            assert sharding.sharding_spec is not None
+            shards = sharding.sharding_spec.shards
+            columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
+            check_columns(name, self._compression[name], columns)
         return True
 
     @property
@@ -295,3 +341,21 @@ def _check_optimizer(name: str, parameter: nn.Parameter) -> None:
                 f"table {name!r}: {optimizer.__name__} cannot be fused into backward; use SGD, Adagrad or "
                 "RowWiseAdagrad, or place the table data_parallel, where the dense optimizer trains it"
             ) from None
+
+
+def _check_row_wise_means(
+    configs: list[EmbeddingBagConfig], tables: Mapping[str, TTTable], plan: Mapping[str, ParameterSharding]
+) -> None:
+    """TorchRec divides the sums of row-wise mean tables by feature, so all tables of such a feature must be alike."""
+    divided: dict[str, dict[bool, str]] = {}
+    for config in configs:
+        row_wise_mean = config.pooling == PoolingType.MEAN and plan[config.name].sharding_type in ROW_TYPES
+        for feature in config.feature_names:
+            divided.setdefault(feature, {}).setdefault(row_wise_mean, config.name)
+    for feature, names in divided.items():
+        if len(names) == 2 and not tables.keys().isdisjoint(names.values()):
+            raise ValueError(
+                f"table {names[True]!r} is row-wise with mean pooling, and table {names[False]!r}, which is not, has "
+                f"the same feature {feature!r}; TorchRec would divide the columns of both by the bags' lengths. Place "
+                f"{names[True]!r} otherwise, or give one of them a copy of the feature"
+            )

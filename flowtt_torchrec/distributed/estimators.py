@@ -24,6 +24,7 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
+    Shard,
     ShardEstimator,
     ShardingOption,
     Storage,
@@ -31,10 +32,12 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
+from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES
 from flowtt_torchrec.spec import TTSpec
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+HOST_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 # A flow plan keeps two int32, one int64 and two int32 numbers a lookup; sorting takes keys and positions twice more.
 PLAN_BYTES_PER_LOOKUP = 24
@@ -67,24 +70,30 @@ def table_bytes(
     optimizer: type[torch.optim.Optimizer] | None,
     lookups: float,
     element_size: int = 4,
+    columns: int | None = None,
 ) -> TTTableBytes:
     """Counts what a table takes on one rank.
 
     Args:
         spec: the table's shape.
         sharding_type: TorchRec's name. Data-parallel cores have a dense gradient and DDP's bucket beside them, and the
-            dense optimizer's state; the other types a gradient buffer and fused state.
+            dense optimizer's state; the other types fused state and a gradient buffer. Row-wise and column-wise tables
+            have a second such buffer, for the sum over the ranks, and column-wise ones a copy of their part.
         optimizer: the class given to ``apply_optimizer_in_backward``, if any; a data-parallel table is taken to get a
             dense optimizer of the same class.
         lookups: lookups of one step on the rank.
         element_size: bytes a number.
+        columns: width of a column-wise shard, all columns if not given.
     """
     cores = spec.num_bytes(element_size)
     data_parallel = sharding_type == DATA_PARALLEL
+    gradient = cores if sharding_type == ShardingType.TABLE_WISE.value else 2 * cores
+    if sharding_type in COLUMN_TYPES:
+        gradient += spec.narrow(columns or spec.embedding_dim).num_bytes(element_size)
     return TTTableBytes(
         cores=cores,
         optimizer=_optimizer_bytes(spec, optimizer, element_size, data_parallel),
-        gradient=2 * cores if data_parallel else cores,
+        gradient=gradient,
         workspace=math.ceil(lookups * (PLAN_BYTES_PER_LOOKUP + SORT_BYTES_PER_LOOKUP)),
     )
 
@@ -110,12 +119,17 @@ def optimizer_class(option: ShardingOption) -> type[torch.optim.Optimizer] | Non
 def lookups_per_rank(
     option: ShardingOption, world_size: int, constraints: Mapping[str, ParameterConstraints] | None
 ) -> float:
-    """Lookups of one step on a rank that holds the table: of the local batch if data-parallel, else of all batches."""
+    """Lookups of one step on a rank that holds a shard: of the local batch if data-parallel, else of all batches.
+
+    A row-wise table's are taken to spread evenly over its shards.
+    """
     constraint = constraints.get(option.name) if constraints else None
     batch_sizes = (constraint and constraint.batch_sizes) or [option.batch_size] * option.num_inputs
     poolings = get_num_poolings(constraints, option)
     local = sum(length * n * b for length, n, b in zip(option.input_lengths, poolings, batch_sizes))
-    return local if option.sharding_type == DATA_PARALLEL else local * world_size
+    if option.sharding_type == DATA_PARALLEL:
+        return local
+    return local * world_size / (len(option.shards) if option.sharding_type in ROW_TYPES else 1)
 
 
 def is_tt(option: ShardingOption, compression: Mapping[str, TTSpec]) -> bool:
@@ -166,14 +180,15 @@ class TTStorageEstimator(ShardEstimator):
         for option, shadow in zip(options, shadows):
             element_size = option.tensor.element_size()
             lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
-            own = table_bytes(
-                self._compression[option.name],
-                option.sharding_type,
-                optimizer_class(option),
-                lookups,
-                element_size,
-            ).total
             for shard, other in zip(option.shards, shadow.shards):
+                own = table_bytes(
+                    self._compression[option.name],
+                    option.sharding_type,
+                    optimizer_class(option),
+                    lookups,
+                    element_size,
+                    columns=shard.size[1],
+                ).total
                 # what is left of the shadow without its weights: inputs, outputs and the pipeline's copies of them
                 exchange = other.storage.hbm + other.storage.ddr - math.prod(other.size) * element_size
                 total = own + exchange
@@ -183,7 +198,7 @@ class TTStorageEstimator(ShardEstimator):
 class TTPerfEstimator(ShardEstimator):
     """Milliseconds of each shard: a roofline for the products, and TorchRec's own model for the communication.
 
-    The all-reduce of a data-parallel table is priced with the bytes of its cores.
+    The all-reduce of a data-parallel, row-wise or column-wise table is priced with the bytes of its cores.
 
     Args:
         topology: the devices, with their memory and communication bandwidths.
@@ -215,33 +230,53 @@ class TTPerfEstimator(ShardEstimator):
         shadows = [_shadow(o, self._compression[o.name]) for o in options]
         self._stock.estimate(shadows, *args, **kwargs)
         for option, shadow in zip(options, shadows):
-            forward, backward = self._compute(option)
             for shard, other in zip(option.shards, shadow.shards):
+                forward, backward = self._compute(option, shard)
                 shard.perf = Perf(
                     fwd_compute=forward,
                     fwd_comms=other.perf.fwd_comms,
                     bwd_compute=backward,
-                    bwd_comms=other.perf.bwd_comms,
+                    bwd_comms=other.perf.bwd_comms + self._sum_over_ranks(option),
                     input_dist_comms=other.perf.input_dist_comms,
                 )
 
-    def _compute(self, option: ShardingOption) -> tuple[float, float]:
+    def _compute(self, option: ShardingOption, shard: Shard) -> tuple[float, float]:
         """Milliseconds of forward, and of backward with the update, if lookups are spread evenly over the rows."""
-        spec = self._compression[option.name]
+        whole = self._compression[option.name]
+        column_wise = option.sharding_type in COLUMN_TYPES
+        spec = whole.narrow(shard.size[1]) if column_wise else whole
+        num_embeddings = max(shard.size[0], 1) if option.sharding_type in ROW_TYPES else spec.num_embeddings
         element_size = option.tensor.element_size()
         lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
-        rows = occupied(spec.num_embeddings, lookups)
-        prefixes = occupied(min(spec.num_prefixes, -(-spec.num_embeddings // spec.p[-1])), rows)
+        rows = occupied(num_embeddings, lookups)
+        prefixes = occupied(min(spec.num_prefixes, -(-num_embeddings // spec.p[-1])), rows)
         flops = prefixes * spec.flops_per_prefix + rows * spec.flops_per_row
         slices = [size // p for size, p in zip(spec.core_sizes, spec.p)]
         moved = element_size * (prefixes * sum(slices[:-1]) + rows * slices[-1] + lookups * spec.embedding_dim)
         moved += lookups * (PLAN_BYTES_PER_LOOKUP + SORT_BYTES_PER_LOOKUP)
-        update = 3 * spec.num_bytes(element_size)  # read the gradient, read and write the cores
-        forward = max(flops / self._flops_per_ms, moved / self._bytes_per_ms)
+        copied = 2 * spec.num_bytes(element_size) if column_wise else 0
+        update = 3 * whole.num_bytes(element_size)  # read the gradient, read and write the cores
+        if _is_shared(option):
+            update += 6 * whole.num_bytes(element_size)  # gather the gradient, and into and out of what is summed
+        forward = max(flops / self._flops_per_ms, (moved + copied) / self._bytes_per_ms)
         backward = max(
             BACKWARD_FLOPS * flops / self._flops_per_ms, (BACKWARD_BYTES * moved + update) / self._bytes_per_ms
         )
         return forward, backward
+
+    def _sum_over_ranks(self, option: ShardingOption) -> float:
+        """Milliseconds of the all-reduce over the ranks of a row-wise or column-wise table, as a ring."""
+        ranks, topology = len(option.shards), self._topology
+        if not _is_shared(option) or ranks == 1:
+            return 0.0
+        one_host = option.sharding_type in HOST_TYPES or topology.world_size <= topology.local_world_size
+        bandwidth = topology.intra_host_bw if one_host else topology.inter_host_bw
+        sent = self._compression[option.name].num_bytes(option.tensor.element_size()) * 2 * (ranks - 1) / ranks
+        return sent / bandwidth
+
+
+def _is_shared(option: ShardingOption) -> bool:
+    return option.sharding_type in (*ROW_TYPES, *COLUMN_TYPES)
 
 
 def occupied(bins: float, balls: float) -> float:

@@ -29,6 +29,7 @@ from flowtt_torchrec.distributed.fused_params import (
     optimizer_spec,
 )
 from flowtt_torchrec.distributed.tables import TTTables, name_tables
+from flowtt_torchrec.distributed.variable_batch import by_rank, even_offsets
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.layout import TTLayout
 
@@ -60,10 +61,13 @@ class TTKernel(BaseEmbedding):
         self._device = device
         self._dtype = data_type_to_dtype(config.data_type)
         self._tables: TTTables = (config.fused_params or {})[TT_TABLES]
-        names = [table.name for table in config.embedding_tables]
+        # A table is here once for each of its shards on this rank.
+        self._specs = {table.name: self._tables[table.name].spec for table in config.embedding_tables}
+        names = list(self._specs)
         self._named = name_tables(names)
-        self._specs = {name: self._tables[name].spec for name in names}
-        self._feature_tables = [t for t, table in enumerate(config.embedding_tables) for _ in table.feature_names]
+        self._feature_tables = [
+            names.index(table.name) for table in config.embedding_tables for _ in table.feature_names
+        ]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         self._pooling = "mean" if mean else "sum"
         self._bounds_check_mode = bounds_check_mode(config.fused_params, self._named)
@@ -94,18 +98,13 @@ class TTKernel(BaseEmbedding):
             for view, core in zip(views, drawn):
                 view.copy_(core)
 
-    def forward(
-        self,
-        features: KeyedJaggedTensor,
-        vbe_output: Tensor | None = None,
-        vbe_output_offsets: Tensor | None = None,
-    ) -> Tensor:
-        """Pooled rows ``[batch_size, columns]``, the features' columns side by side."""
-        if features.variable_stride_per_key() or vbe_output is not None:
-            raise NotImplementedError(
-                f"{self._named}: TT tables don't support a batch size per feature (VBE) yet; give these features one "
-                "batch size, or take the tables out of the compression"
-            )
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Pooled rows.
+
+        Returns:
+            ``[batch_size, columns]``, the features' columns side by side. With a batch size per feature (VBE) all in
+            one row, as TorchRec's kernels: for each rank, for each feature, its bags of that rank.
+        """
         if [core.data_ptr() for cores in self._cores.values() for core in cores] != self._addresses:
             raise RuntimeError(
                 f"{self._named}: the cores have been given other memory (by deepcopy, or by assigning to .data), so "
@@ -114,7 +113,11 @@ class TTKernel(BaseEmbedding):
         weights = features.weights_or_none()
         # Feature processors pass positions as integer weights; TorchRec's kernels ignore those too.
         weights = weights.to(self._dtype) if weights is not None and weights.is_floating_point() else None
-        return self._lookup(features.values(), features.offsets(), weights)
+        if not features.variable_stride_per_key():
+            return self._lookup(features.values(), features.offsets(), weights)
+        offsets = even_offsets(features.offsets(), features.stride_per_key())
+        pooled = self._lookup(features.values(), offsets, weights)
+        return by_rank(pooled, self._config.embedding_dims(), features.stride_per_key_per_rank())
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         raise NotImplementedError

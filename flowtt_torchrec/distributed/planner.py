@@ -27,14 +27,18 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
-from flowtt_torchrec.distributed.estimators import CUSTOMIZED_KERNEL, TTPerfEstimator, TTStorageEstimator
-from flowtt_torchrec.distributed.sharding import SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.distributed.estimators import CUSTOMIZED_KERNEL, TTPerfEstimator, TTStorageEstimator, is_tt
+from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 from flowtt_torchrec.spec import TTSpec
 
 
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
     """Enumerates TT options for the tables with a spec, and TorchRec's own options for all others.
+
+    Column-wise options are those whose shards a tensor train can be cut into (``ParameterConstraints.min_partition`` is
+    the least width that TorchRec tries, 128 by default). On the CPU row-wise options come only for tables whose
+    constraints name them: gloo's exchange of their gradients needs batches of one size on all ranks.
 
     Args:
         topology: the devices.
@@ -87,11 +91,41 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
                 "the planner's compression last among the sharders (of two for one module type TorchRec takes the last)"
             )
+        kept = [o for o in kept if o.name not in self._compression or self._is_sensible(o)]
+        missing_tables = self._compression.keys() - {o.name for o in kept}
+        if missing_tables:
+            name = sorted(missing_tables)[0]
+            raise ValueError(
+                f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
+                f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of "
+                f"{self._compression[name].column_step}, or allow other sharding types"
+            )
         # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
         place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}
         kept.sort(key=lambda o: (place[o.fqn], o.sharding_type, o.compute_kernel))
         self._last_stored_search_space = copy.deepcopy(kept)
         return kept
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """As in TorchRec, but for options that can be estimated: a TT table cannot be cut into any columns."""
+        super().populate_estimates([o for o in sharding_options if self._can_be_cut(o)])
+
+    def _can_be_cut(self, option: ShardingOption) -> bool:
+        if not is_tt(option, self._compression) or option.sharding_type not in COLUMN_TYPES:
+            return True
+        step = self._compression[option.name].column_step
+        return all(shard.offset[1] % step == 0 and shard.size[1] % step == 0 for shard in option.shards)
+
+    def _is_sensible(self, option: ShardingOption) -> bool:
+        """Whether a TT option is to be offered: what the constraints name if it is possible, else what is of use."""
+        if not self._can_be_cut(option):
+            return False
+        constraints = (self._constraints or {}).get(option.name)
+        if constraints is not None and constraints.sharding_types:
+            return True
+        if option.sharding_type in COLUMN_TYPES:
+            return len(option.shards) > 1
+        return option.sharding_type not in ROW_TYPES or self._compute_device != "cpu"
 
     def _check_tables(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
         found: dict[str, None] = {}

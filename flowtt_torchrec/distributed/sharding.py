@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torchrec.distributed.embedding_lookup import BaseEmbeddingLookup
 from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from flowtt_torchrec.distributed.fused_params import TT_TABLES
-from flowtt_torchrec.distributed.lookup import TTDpGroupedPooledEmbeddingsLookup, TTGroupedPooledEmbeddingsLookup
+from flowtt_torchrec.distributed.lookup import (
+    TTDpGroupedPooledEmbeddingsLookup,
+    TTGroupedPooledEmbeddingsLookup,
+    TTSharedGroupedPooledEmbeddingsLookup,
+)
 from flowtt_torchrec.distributed.tables import TTTables
 
 
@@ -34,45 +42,71 @@ class TTParameterSharding(ParameterSharding):
         return {TT_TABLES: self.tt_tables}
 
 
-class TTTwPooledEmbeddingSharding(TwPooledEmbeddingSharding):
+class _TTLookups:
+    """Makes the TT lookup of a sharding type; a mix-in in front of TorchRec's class of the type."""
+
+    _lookup_class: type[TTGroupedPooledEmbeddingsLookup] = TTSharedGroupedPooledEmbeddingsLookup
+    _sharding_type: ShardingType | None = None  # given for row-wise types: means become sums, which TorchRec divides
+    _scale_weight_gradients = True
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup:
+        return self._lookup_class(
+            grouped_configs=self._grouped_embedding_configs_per_rank[self._env.rank],  # type: ignore[attr-defined]
+            pg=self._env.process_group,  # type: ignore[attr-defined]
+            device=device if device is not None else self._device,  # type: ignore[attr-defined]
+            feature_processor=feature_processor,
+            scale_weight_gradients=self._scale_weight_gradients,
+            sharding_type=self._sharding_type,
+            env=self._env,  # type: ignore[attr-defined]
+        )
+
+
+class TTTwPooledEmbeddingSharding(_TTLookups, TwPooledEmbeddingSharding):
     """Table-wise: a table's cores live on one rank, which serves the lookups of all ranks."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
-    ) -> BaseEmbeddingLookup:
-        return TTGroupedPooledEmbeddingsLookup(
-            grouped_configs=self._grouped_embedding_configs,
-            pg=self._pg,
-            device=device if device is not None else self._device,
-            feature_processor=feature_processor,
-            env=self._env,
-        )
+    _lookup_class = TTGroupedPooledEmbeddingsLookup
 
 
-class TTDpPooledEmbeddingSharding(DpPooledEmbeddingSharding):
+class TTDpPooledEmbeddingSharding(_TTLookups, DpPooledEmbeddingSharding):
     """Data-parallel: every rank has all cores and serves its own lookups; only core gradients travel."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: BaseGroupedFeatureProcessor | None = None,
-    ) -> BaseEmbeddingLookup:
-        return TTDpGroupedPooledEmbeddingsLookup(
-            grouped_configs=self._grouped_embedding_configs,
-            pg=self._env.process_group,
-            device=device if device is not None else self._device,
-            feature_processor=feature_processor,
-            scale_weight_gradients=False,  # only all-to-all divides gradients by the number of ranks
-            env=self._env,
-        )
+    _lookup_class = TTDpGroupedPooledEmbeddingsLookup
+    _scale_weight_gradients = False  # only all-to-all divides gradients by the number of ranks
 
 
-SHARDINGS: dict[str, type[TTTwPooledEmbeddingSharding] | type[TTDpPooledEmbeddingSharding]] = {
+class TTCwPooledEmbeddingSharding(_TTLookups, CwPooledEmbeddingSharding):
+    """Column-wise: a rank has all cores and serves its columns for the lookups of all ranks."""
+
+
+class TTTwCwPooledEmbeddingSharding(_TTLookups, TwCwPooledEmbeddingSharding):
+    """Column-wise within a host."""
+
+
+class TTRwPooledEmbeddingSharding(_TTLookups, RwPooledEmbeddingSharding):
+    """Row-wise: every rank has all cores and serves its rows for the lookups of all ranks."""
+
+    _sharding_type = ShardingType.ROW_WISE
+
+
+class TTTwRwPooledEmbeddingSharding(_TTLookups, TwRwPooledEmbeddingSharding):
+    """Row-wise within a host."""
+
+    _sharding_type = ShardingType.TABLE_ROW_WISE
+
+
+SHARDINGS: dict[str, Any] = {
     ShardingType.TABLE_WISE.value: TTTwPooledEmbeddingSharding,
     ShardingType.DATA_PARALLEL.value: TTDpPooledEmbeddingSharding,
+    ShardingType.ROW_WISE.value: TTRwPooledEmbeddingSharding,
+    ShardingType.TABLE_ROW_WISE.value: TTTwRwPooledEmbeddingSharding,
+    ShardingType.COLUMN_WISE.value: TTCwPooledEmbeddingSharding,
+    ShardingType.TABLE_COLUMN_WISE.value: TTTwCwPooledEmbeddingSharding,
 }
 SUPPORTED_SHARDING_TYPES = tuple(SHARDINGS)
+ROW_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+COLUMN_TYPES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)

@@ -26,7 +26,7 @@ _TEXT_COLUMNS = ("table", "p", "q", "ranks", "placement")
 
 @dataclass(frozen=True)
 class CompressionRow:
-    """One TT table of a plan. Bytes are those of one copy; a data-parallel table has one on every rank."""
+    """One TT table of a plan. Bytes are those of one copy; every rank of its placement has one."""
 
     table: str
     num_embeddings: int
@@ -165,8 +165,8 @@ def _summary(rows: list[CompressionRow], dense_tables: int, dense_bytes: int) ->
 
 def _placement(option: ShardingOption) -> str:
     ranks = sorted({shard.rank for shard in option.shards})
-    if option.sharding_type == DATA_PARALLEL:
-        return f"data_parallel on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    if option.sharding_type == DATA_PARALLEL or len(ranks) > 4:
+        return f"{option.sharding_type} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
     return f"{option.sharding_type} on rank {', '.join(map(str, ranks))}"
 
 

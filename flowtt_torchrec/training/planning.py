@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import ParameterConstraints, Topology, types
 from torchrec.distributed.planner.stats import EmbeddingStats
@@ -118,7 +119,7 @@ class Planning:
             storage_reservation=FixedPercentageStorageReservation(config.planner.storage_reservation),
             constraints={
                 name: ParameterConstraints(
-                    pooling_factors=[factor], sharding_types=_allowed_types((saved_types or {}).get(name))
+                    pooling_factors=[factor], sharding_types=_allowed_types((saved_types or {}).get(name), machine.kind)
                 )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
             },
@@ -138,13 +139,13 @@ class Planning:
             raise UserError(f"TorchRec's planner found no plan: {error}") from None
 
 
-def _allowed_types(saved: str | None) -> list[str] | None:
+def _allowed_types(saved: str | None, device: str) -> list[str] | None:
     if saved is None:
         return None
     data_parallel = ShardingType.DATA_PARALLEL.value
     if saved == data_parallel:
         return [data_parallel]
-    return [kind.value for kind in ShardingType if kind.value != data_parallel]
+    return [kind for kind in EmbeddingBagCollectionSharder().sharding_types(device) if kind != data_parallel]
 
 
 def print_planner_logs() -> None:

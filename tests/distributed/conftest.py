@@ -18,6 +18,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four processes on what they take for two hosts."""
+    ranks = Ranks(4, tmp_path_factory.mktemp("four_ranks"), hosts=2)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Calls a function as the only rank of a group, in this process."""

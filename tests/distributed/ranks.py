@@ -27,10 +27,12 @@ class Ranks:
     Args:
         world_size: number of ranks.
         folder: a fresh folder for the group's rendezvous.
+        hosts: how many hosts the ranks take themselves to be on.
     """
 
-    def __init__(self, world_size: int, folder: Path) -> None:
+    def __init__(self, world_size: int, folder: Path, hosts: int = 1) -> None:
         self.world_size = world_size
+        self._local_size = world_size // hosts
         self._folder = folder
         self._groups = 0
         self._workers: list[tuple[mp.Process, Connection]] = []
@@ -64,7 +66,8 @@ class Ranks:
         self._groups += 1
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, str(rendezvous), theirs))
+            args = (rank, self.world_size, str(rendezvous), self._local_size, theirs)
+            process = context.Process(target=_serve, args=args)
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -80,9 +83,10 @@ class Ranks:
         self._workers = []
 
 
-def join_group(rank: int, world_size: int, rendezvous: str) -> None:
+def join_group(rank: int, world_size: int, rendezvous: str, local_size: int | None = None) -> None:
     """Makes this process a rank of a gloo group that meets at a file."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    local_size = local_size or world_size
+    os.environ.update(LOCAL_RANK=str(rank % local_size), LOCAL_WORLD_SIZE=str(local_size), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -90,8 +94,8 @@ def join_group(rank: int, world_size: int, rendezvous: str) -> None:
     )
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) -> None:
-    join_group(rank, world_size, rendezvous)
+def _serve(rank: int, world_size: int, rendezvous: str, local_size: int, connection: Connection) -> None:
+    join_group(rank, world_size, rendezvous, local_size)
     while True:
         try:
             function, args = connection.recv()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from twins import Table, apply_optimizer_in_backward, shard
@@ -98,7 +99,8 @@ def test_every_table_gets_its_own_kind_of_options(device: str) -> None:
     for option in options_of(device):
         by_table.setdefault(option.name, set()).add((option.sharding_type, option.compute_kernel))
         assert all(shard.storage is not None and shard.perf is not None for shard in option.shards)
-    assert by_table["big"] == by_table["mid"] == {("table_wise", CUSTOMIZED), ("data_parallel", CUSTOMIZED)}
+    types = ["table_wise", "data_parallel"] + (["row_wise", "table_row_wise"] if device == "cuda" else [])
+    assert by_table["big"] == by_table["mid"] == {(sharding_type, CUSTOMIZED) for sharding_type in types}
     for name in ("small", "tiny"):
         assert by_table[name] == {(o.sharding_type, o.compute_kernel) for o in stock if o.name == name}
 
@@ -114,22 +116,34 @@ def test_options_come_in_one_order() -> None:
     )
 
 
+ALL_TYPES = [t.value for t in ShardingType if t != ShardingType.GRID_SHARD]
+EVERYWHERE = {"big": ParameterConstraints(sharding_types=ALL_TYPES, min_partition=32)}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_storage_is_cores_state_gradient_plan_and_exchange(device: str) -> None:
-    for option in options_of(device):
+    seen = set()
+    for option in options_of(device, EVERYWHERE):
         if option.name != "big":
             continue
+        seen.add(option.sharding_type)
         cores = 4 * BIG.num_parameters
-        data_parallel = option.sharding_type == "data_parallel"
-        lookups = 2048 if data_parallel else 2 * 2048
-        gradient = 2 * cores if data_parallel else cores
-        exchange = lookups * 8 + lookups * 128 * 4  # ids in, pooled rows out
+        local = option.sharding_type in ("data_parallel", "row_wise", "table_row_wise")
+        lookups = 2048 if local else 2 * 2048
+        gradient = cores if option.sharding_type == "table_wise" else 2 * cores
+        shards, columns = 1 if option.sharding_type == "table_wise" else 2, 128
+        if "column" in option.sharding_type:
+            shards, columns = 4, 32
+            gradient += 4 * BIG.narrow(32).num_parameters
+        bags = 2048 if option.sharding_type == "data_parallel" else 2 * 2048
+        exchange = lookups * 8 + bags * columns * 4  # ids in, pooled rows out
         expected = cores + cores + gradient + 48 * lookups + exchange
-        assert len(option.shards) == (2 if data_parallel else 1)
+        assert len(option.shards) == shards
         for shard_ in option.shards:
             got = shard_.storage.hbm if device == "cuda" else shard_.storage.ddr
             assert got == expected
             assert shard_.storage.hbm + shard_.storage.ddr == got
+    assert seen == set(ALL_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +164,13 @@ def test_optimizer_bytes(optimizer: Any, table_wise: int, data_parallel: int) ->
 def test_exchange_bytes_are_the_stock_estimators() -> None:
     """With features, pooling factors and batch sizes of every kind, the part that is not ours is TorchRec's own."""
     constraints = {
-        "big": ParameterConstraints(pooling_factors=[3.0, 0.5], num_poolings=[1.0, 2.0], batch_sizes=[64, 512])
+        "big": ParameterConstraints(
+            sharding_types=ALL_TYPES,
+            min_partition=32,
+            pooling_factors=[3.0, 0.5],
+            num_poolings=[1.0, 2.0],
+            batch_sizes=[64, 512],
+        )
     }
     for device in ("cpu", "cuda"):
         for option in options_of(device, constraints):
@@ -163,10 +183,11 @@ def test_exchange_bytes_are_the_stock_estimators() -> None:
             EmbeddingStorageEstimator(topology(device=device), constraints).estimate(
                 [dense], build_sharder_data_map(sharders)
             )
-            lookups = (3.0 * 64 + 0.5 * 2 * 512) * (1 if option.sharding_type == "data_parallel" else 2)
-            own = table_bytes(BIG, option.sharding_type, torch.optim.Adagrad, lookups).total
+            local = option.sharding_type in ("data_parallel", "row_wise", "table_row_wise")
+            lookups = (3.0 * 64 + 0.5 * 2 * 512) * (1 if local else 2)
             for ours, stock in zip(option.shards, dense.shards):
-                weights_and_state = 2 * 4 * math.prod(SIZES["big"])
+                own = table_bytes(BIG, option.sharding_type, torch.optim.Adagrad, lookups, columns=stock.size[1]).total
+                weights_and_state = 2 * 4 * math.prod(stock.size)
                 exchange = stock.storage.hbm + stock.storage.ddr - weights_and_state
                 assert ours.storage.hbm + ours.storage.ddr - own == exchange
 
@@ -184,6 +205,14 @@ def test_what_a_rank_holds_is_what_was_estimated(one_rank: Callable[..., Any]) -
         for optimizer in (torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad):
             model = shard([table], world_size, (optimizer, {"lr": 0.1}))
             counted = table_bytes(spec, "table_wise", optimizer, 0)
+            cores = model.module.ebc.tt_cores()["t"]
+            assert sum(core.numel() * 4 for core in cores) == counted.cores
+            states = model.fused_optimizer.state_dict()["state"].values()
+            assert sum(tensor.numel() * 4 for state in states for tensor in state.values()) == counted.optimizer
+        for place, sharding_type in (("rw", "row_wise"), ((0, 0), "column_wise")):
+            shared = dataclasses.replace(table, place=place)
+            model = shard([shared], world_size, (torch.optim.Adagrad, {"lr": 0.1}))
+            counted = table_bytes(spec, sharding_type, torch.optim.Adagrad, 0)
             cores = model.module.ebc.tt_cores()["t"]
             assert sum(core.numel() * 4 for core in cores) == counted.cores
             states = model.fused_optimizer.state_dict()["state"].values()
@@ -269,11 +298,42 @@ def test_equal_tables_are_spread_over_the_ranks() -> None:
 
 
 def test_constraints_narrow_a_tt_table_to_one_placement() -> None:
-    for sharding_type, ranks in (("data_parallel", [0, 1]), ("table_wise", None)):
-        constraints = {"big": ParameterConstraints(sharding_types=[sharding_type, "row_wise"])}
+    placements = [("data_parallel", [0, 1]), ("table_wise", None), ("row_wise", [0, 1]), ("table_row_wise", [0, 1])]
+    for sharding_type, ranks in (*placements, ("column_wise", [0, 1, 0, 1]), ("table_column_wise", [0, 1, 0, 1])):
+        constraints = {"big": ParameterConstraints(sharding_types=[sharding_type, "grid_shard"], min_partition=32)}
         entry = make_plan(constraints=constraints)["big"]
         assert entry[:2] == (sharding_type, CUSTOMIZED)
-        assert ranks is None or entry[2] == ranks
+        assert ranks is None or sorted(entry[2]) == sorted(ranks)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_columns_are_cut_only_where_the_cores_can_be(device: str) -> None:
+    """BIG has q (4, 4, 8): columns come in steps of 32."""
+    for width, shards in ((32, 4), (64, 2), (128, 1), (16, 0)):
+        constraints = {"big": ParameterConstraints(min_partition=width)}
+        found = [o for o in options_of(device, constraints) if o.name == "big" and o.sharding_type == "column_wise"]
+        assert [len(o.shards) for o in found] == ([shards] if shards > 1 else [])
+    constraints = {"big": ParameterConstraints(sharding_types=["column_wise"], min_partition=16)}
+    with pytest.raises(ValueError, match=r"table 'big': .*q \(4, 4, 8\).*min_partition to a multiple of 32"):
+        options_of(device, constraints)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_shared_tables_are_priced_by_their_part_and_the_sum_of_cores(device: str) -> None:
+    constraints = EVERYWHERE
+    slow = perfs(device, COMPRESSION, flops_per_ms=1e6, constraints=constraints)
+    whole = slow["big", "table_wise"]
+    assert slow["big", "row_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 2, rel=0.02)
+    assert slow["big", "column_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 4, rel=1e-6)
+    topo = topology(2, device)
+    ring = 4 * BIG.num_parameters / topo.intra_host_bw  # 2 (n - 1) / n with two ranks
+    tiny_cores = {"big": TTSpec.suggest(40_000_000, 128, 2), "mid": MID}
+    small = perfs(device, tiny_cores, flops_per_ms=1e6, constraints=constraints)
+    less = 4 * tiny_cores["big"].num_parameters / topo.intra_host_bw
+    difference = slow["big", "row_wise"].bwd_comms - small["big", "row_wise"].bwd_comms
+    assert difference == pytest.approx(ring - less, rel=1e-6)
+    difference = slow["big", "column_wise"].bwd_comms - small["big", "column_wise"].bwd_comms
+    assert difference == pytest.approx(1.5 * (ring - less), rel=1e-6)  # four shards
 
 
 def test_dense_tables_keep_their_constraints() -> None:
@@ -298,7 +358,7 @@ def test_a_spec_of_another_size_is_named() -> None:
 
 def test_constraints_that_leave_no_option_are_named() -> None:
     for constraints, message in (
-        (ParameterConstraints(sharding_types=["row_wise"]), r"table 'big'.*\['row_wise'\] only.*table_wise, data_par"),
+        (ParameterConstraints(sharding_types=["grid_shard"]), r"table 'big'.*\['grid_shard'\] only.*table_wise, data"),
         (ParameterConstraints(compute_kernels=["fused"]), r"table 'big'.*\['fused'\] only.*'customized_kernel'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchrec.distributed import sharding_plan as stock_plan
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingPlan
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import Table, make_batch, shard
@@ -80,18 +81,34 @@ def test_a_spec_of_another_size(one_rank: Callable[..., Any]) -> None:
     refused(one_rank, r"table 't' is 90 x 16, but its TTSpec is for 91 x 16", {"t": other}, sharding_plan.table_wise(0))
 
 
-@pytest.mark.parametrize(
-    ("generator", "sharding_type"),
-    [
-        (stock_plan.column_wise(ranks=[0, 0]), "column_wise"),
-        (stock_plan.row_wise(), "row_wise"),
-        (stock_plan.table_row_wise(host_index=0), "table_row_wise"),
-        (stock_plan.grid_shard(host_indexes=[0]), "grid_shard"),
-    ],
-)
-def test_other_sharding_types(one_rank: Callable[..., Any], generator: Any, sharding_type: str) -> None:
-    message = f"table 't' is planned {sharding_type}; TT tables support table_wise and data_parallel"
-    refused(one_rank, message, {"t": SPEC}, generator, kernel="customized_kernel")
+def test_grid_sharding(one_rank: Callable[..., Any]) -> None:
+    message = "table 't' is planned grid_shard; TT tables support table_wise, data_parallel, row_wise, .*column_wise"
+    refused(one_rank, message, {"t": SPEC}, stock_plan.grid_shard(host_indexes=[0]), kernel="customized_kernel")
+
+
+@pytest.mark.parametrize("widths", [[4, 12], [4, 4, 4, 4], [6, 10]])
+def test_column_shards_cut_where_the_cores_cannot_be(one_rank: Callable[..., Any], widths: list[int]) -> None:
+    spec = TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))
+    message = rf"table 't' is cut into columns of widths {re.escape(str(widths))}; .*every 8 columns: .* 8, 16 columns"
+
+    def cut(sharding: Any) -> Any:
+        first = 0
+        for shard_, width in zip(sharding.sharding_spec.shards, widths):
+            shard_.shard_offsets, shard_.shard_sizes = [0, first], [90, width]
+            first += width
+        return sharding
+
+    make = sharding_plan.column_wise(ranks=[0] * len(widths))
+    generator = lambda *args, **kwargs: cut(make(*args, **kwargs))  # noqa: E731
+    refused(one_rank, message, {"t": spec}, generator, config(embedding_dim=16))
+
+
+def test_row_wise_means_that_share_a_feature(one_rank: Callable[..., Any]) -> None:
+    """TorchRec divides by feature, so the other table's columns would be divided too."""
+    mean = dataclasses.replace(TABLE, name="mean", place="rw", pooling=PoolingType.MEAN)
+    message = "table 'mean' is row-wise with mean pooling, and table 't', which is not, has the same feature 'f0'"
+    with pytest.raises(ValueError, match=message):
+        one_rank(lambda rank, world_size: shard([TABLE, mean], world_size))
 
 
 @pytest.mark.parametrize(
@@ -235,22 +252,6 @@ def test_the_plan_is_not_changed_by_sharding(one_rank: Callable[..., Any]) -> No
         assert dataclasses.asdict(plan["t"]) == before
 
     one_rank(twice)
-
-
-def test_variable_batch_per_feature_is_refused(one_rank: Callable[..., Any]) -> None:
-    def lookup(rank: int, world_size: int) -> None:
-        model = shard([TABLE], world_size)
-        features = KeyedJaggedTensor(
-            keys=["f0"],
-            values=torch.tensor([1, 2, 3]),
-            lengths=torch.tensor([2, 1]),
-            stride_per_key_per_rank=[[2]],
-            inverse_indices=(["f0"], torch.tensor([[0, 1, 1]])),
-        )
-        model.module.ebc(features)["f0"]
-
-    with pytest.raises(NotImplementedError, match=r"table 't': .*\(VBE\)"):
-        one_rank(lookup)
 
 
 def test_live_resharding_is_refused(one_rank: Callable[..., Any]) -> None:

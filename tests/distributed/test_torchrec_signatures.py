@@ -15,7 +15,11 @@ import torchrec
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+    _create_mean_pooling_divisor,
+)
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import (
@@ -24,8 +28,12 @@ from torchrec.distributed.planner.shard_estimators import (
     get_num_poolings,
 )
 from torchrec.distributed.planner.types import Perf, ShardingOption, Stats, Storage, Topology
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import add_params_from_parameter_sharding, optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -49,10 +57,17 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
         GroupedPooledEmbeddingsLookup._create_embedding_kernel,
         ["self", "config", "device", "pg", "sharding_type", "env"],
     ),
+    (GroupedPooledEmbeddingsLookup.forward, ["self", "sparse_features"]),
+    (GroupedPooledEmbeddingsLookup._forward, ["self", "features_by_group"]),
     (TwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (DpPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
+    (CwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
+    (TwCwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
+    (RwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
+    (TwRwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (BaseEmbedding.forward, ["self", "features"]),
     (EmbeddingEnumerator.enumerate, ["self", "module", "sharders"]),
+    (EmbeddingEnumerator.populate_estimates, ["self", "sharding_options"]),
     (
         Stats.log,
         [
@@ -129,13 +144,26 @@ def test_the_customised_kernel_is_offered_unasked() -> None:
 def test_private_attributes() -> None:
     """Attributes of torchrec that the plug-in reads or sets."""
     for function, names in (
-        (ShardedEmbeddingBagCollection.__init__, ["_lookups", "_embedding_bag_configs", "module_sharding_plan"]),
+        (
+            ShardedEmbeddingBagCollection.__init__,
+            [
+                *("_lookups", "_embedding_bag_configs", "module_sharding_plan"),
+                "self._pooling_type_to_rs_features: Dict[str, List[str]]",
+            ],
+        ),
         (ShardedEmbeddingBagCollection._initialize_torch_state, ["self.embedding_bags", "self.reset_parameters()"]),
-        (EmbeddingEnumerator.__init__, ["_last_stored_search_space"]),
+        (EmbeddingEnumerator.__init__, ["_last_stored_search_space", "self._constraints", "self._compute_device"]),
         (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats"]),
         (ShardingOption.__init__, ["self._tensor"]),
-        (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules"]),
-        (TwPooledEmbeddingSharding.create_lookup, ["_grouped_embedding_configs", "_pg", "_device", "_env"]),
+        (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules", "self.grouped_configs", "self._feature_splits"]),
+        *(
+            (sharding.__init__, ["self._grouped_embedding_configs_per_rank", "_device", "_env"])
+            for sharding in (
+                *(TwPooledEmbeddingSharding, DpPooledEmbeddingSharding),
+                *(RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding),
+            )
+        ),
+        (_create_mean_pooling_divisor, ["in pooling_type_to_rs_features[PoolingType.SUM.value]"]),
     ):
         source = inspect.getsource(inspect.unwrap(function))
         for name in names:
@@ -154,7 +182,8 @@ def test_estimators_take_options_and_one_more() -> None:
         parameters = list(inspect.signature(inspect.unwrap(estimator.estimate)).parameters)
         assert parameters[:2] == ["self", "sharding_options"]
         assert len(parameters) == 3
-    assert {"hbm_mem_bw", "ddr_mem_bw", "world_size", "compute_device"} <= set(dir(Topology))
+    used = {"hbm_mem_bw", "ddr_mem_bw", "intra_host_bw", "inter_host_bw", "world_size", "local_world_size"}
+    assert {*used, "compute_device"} <= set(dir(Topology))
 
 
 def test_versions() -> None:

@@ -6,6 +6,7 @@ The reference is plain autograd on one process: it takes the batches of all rank
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Table:
     rows: int
     dim: int
     features: tuple[str, ...]
-    place: int | str | tuple[int, ...]  # a rank (table-wise), "dp", or ranks (column-wise)
+    place: int | str | tuple[int, ...]  # a rank (table-wise), "dp", "rw", "twrw<host>", ranks (column-wise), "twcw"
     spec: TTSpec | None = None
     pooling: PoolingType = PoolingType.SUM
 
@@ -55,14 +56,19 @@ class Table:
 
     def generator(self, world_size: int, *, dense: bool) -> Any:
         """Entry of a plan, folded onto the ranks that there are."""
-        ours = not dense and self.spec is not None
+        make: Any = sharding_plan if not dense and self.spec is not None else stock_plan
         if self.place == "dp":
-            return sharding_plan.data_parallel() if ours else stock_plan.data_parallel()
+            return make.data_parallel()
+        if self.place == "rw":
+            return make.row_wise()
+        if self.place in ("twrw0", "twrw1"):
+            return make.table_row_wise(host_index=int(self.place[-1]) % (world_size // local_size()))
+        if self.place == "twcw":
+            ranks = list(range(min(world_size, 2)))
+            return make.table_column_wise(ranks) if make is sharding_plan else make.column_wise(ranks=ranks)
         if isinstance(self.place, tuple):
-            return stock_plan.column_wise(ranks=[rank % world_size for rank in self.place])
-        if ours:
-            return sharding_plan.table_wise(self.place % world_size)
-        return stock_plan.table_wise(self.place % world_size, compute_kernel="fused")
+            return make.column_wise(ranks=[rank % world_size for rank in self.place])
+        return make.table_wise(self.place % world_size)
 
 
 def mixed_tables(pooling: PoolingType = PoolingType.SUM) -> list[Table]:
@@ -78,6 +84,48 @@ def mixed_tables(pooling: PoolingType = PoolingType.SUM) -> list[Table]:
         Table("dense_dp", 40, 16, ("f7",), "dp", None, pooling),
         Table("dense_cw", 40, 32, ("f8", "f0"), (1, 0), None, pooling),
     ]
+
+
+def shared_tables(pooling: PoolingType = PoolingType.SUM) -> list[Table]:
+    """All six placements of tensor trains, several shards of a table on one rank, beside dense tables."""
+    pool = {"pooling": pooling}
+    return [
+        Table("rw", 90, 16, ("f0",), "rw", TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5)), **pool),
+        Table("rw2", 77, 8, ("f1", "f2"), "rw", TTSpec(77, 8, (7, 11), (2, 4), (6,)), **pool),
+        Table("twrw", 95, 8, ("f3",), "twrw0", TTSpec(95, 8, (10, 10), (2, 4), (6,)), **pool),
+        Table("cw", 60, 16, ("f4", "f5"), (1, 0), TTSpec(60, 16, (3, 3, 3, 3), (4, 2, 1, 2), (8, 4, 3)), **pool),
+        Table("cw4", 64, 32, ("f6",), (0, 1, 0, 0), TTSpec(64, 32, (4, 4, 4), (4, 4, 2), (9, 5)), **pool),
+        Table("cw_alone", 50, 16, ("f6",), (1, 1), TTSpec(50, 16, (2, 25), (4, 4), (8,)), **pool),
+        Table("twcw", 80, 16, ("f7",), "twcw", TTSpec(80, 16, (4, 5, 4), (2, 4, 2), (3, 3)), **pool),
+        Table("tw", 60, 16, ("f8",), 1, TTSpec(60, 16, (4, 4, 4), (2, 2, 4), (2, 3)), **pool),
+        Table("dp", 50, 8, ("f9",), "dp", TTSpec(50, 8, (5, 10), (2, 4), (4,)), **pool),
+        Table("dense_rw", 50, 16, ("f10",), "rw", None, **pool),
+        Table("dense_tw", 50, 16, ("f11",), 1, None, **pool),
+        Table("dense_dp", 40, 16, ("f12",), "dp", None, **pool),
+        Table("dense_cw", 40, 32, ("f13",), (1, 0), None, **pool),
+    ]
+
+
+def tables_on_two_hosts() -> list[Table]:
+    """For four ranks: tables shared by one host, by ranks of both, by all."""
+    return [
+        Table("cw", 60, 16, ("f0",), (3, 1), TTSpec(60, 16, (3, 3, 3, 3), (4, 2, 1, 2), (8, 4, 3))),
+        Table("cw4", 64, 32, ("f1",), (2, 2, 0, 1), TTSpec(64, 32, (4, 4, 4), (4, 4, 2), (9, 5))),
+        Table("twrw1", 95, 8, ("f2",), "twrw1", TTSpec(95, 8, (10, 10), (2, 4), (6,))),
+        Table("rw", 90, 16, ("f3", "f4"), "rw", TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))),
+        Table("rw_few_rows", 5, 8, ("f4",), "rw", TTSpec(5, 8, (2, 3), (2, 4), (3,))),  # none for the last rank
+        Table("twcw", 80, 16, ("f5",), "twcw", TTSpec(80, 16, (4, 5, 4), (2, 4, 2), (3, 3))),
+        Table("twrw0", 80, 16, ("f5",), "twrw0", TTSpec(80, 16, (4, 5, 4), (2, 4, 2), (3, 3))),
+        Table("tw", 60, 16, ("f6",), 3, TTSpec(60, 16, (4, 4, 4), (2, 2, 4), (2, 3))),
+        Table("dp", 50, 8, ("f7",), "dp", TTSpec(50, 8, (5, 10), (2, 4), (4,))),
+        Table("dense_tw", 50, 16, ("f8",), 2),
+        Table("dense_rw", 50, 16, ("f8",), "rw"),
+    ]
+
+
+def local_size() -> int:
+    """Ranks of a host."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def compression(tables: Sequence[Table]) -> dict[str, TTSpec]:
@@ -167,13 +215,13 @@ def make_plan(
         ebc,
         {table.name: table.generator(world_size, dense=dense) for table in tables},
         sharder=sharder,
-        local_size=world_size,
+        local_size=local_size(),
         world_size=world_size,
         device_type="cpu",
     )
     for sharding in plan.values():
-        if sharding.sharding_type == "column_wise":
-            sharding.compute_kernel = "fused"
+        if sharding.compute_kernel != "customized_kernel" and sharding.sharding_type != "data_parallel":
+            sharding.compute_kernel = "fused"  # some of TorchRec's generators take the first that the sharder offers
     return plan
 
 

@@ -1,0 +1,198 @@
+"""Row-wise and column-wise TT tables: against a stock twin and plain autograd, with replicas equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from test_twin_training import (
+    ADAGRAD,
+    ROWWISE,
+    ROWWISE_DECAY,
+    SGD,
+    SGD_DECAY,
+    same_outputs,
+    same_training,
+)
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from twins import (
+    Reference,
+    Table,
+    full_state,
+    make_batch,
+    shard,
+    shared_tables,
+    tables_on_two_hosts,
+)
+
+from flowtt_torchrec.spec import TTSpec
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_twin_outputs(one_rank: Callable[..., Any], two_ranks: Ranks, world_size: int, weighted: bool) -> None:
+    args = (same_outputs, PoolingType.SUM, weighted, shared_tables)
+    one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pooling", "weighted", "with_dense"),
+    [
+        pytest.param(SGD, PoolingType.SUM, False, True, id="sgd"),
+        pytest.param(ADAGRAD, PoolingType.SUM, False, True, id="adagrad"),
+        pytest.param(ROWWISE, PoolingType.SUM, False, True, id="rowwise adagrad"),
+        pytest.param(SGD, PoolingType.MEAN, False, True, id="mean"),
+        pytest.param(SGD, PoolingType.SUM, True, True, id="weighted"),
+        pytest.param(SGD_DECAY, PoolingType.SUM, False, False, id="sgd, weight decay"),
+        pytest.param(ROWWISE_DECAY, PoolingType.SUM, False, False, id="rowwise adagrad, weight decay"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_equals_plain_autograd(
+    one_rank: Callable[..., Any],
+    two_ranks: Ranks,
+    world_size: int,
+    optimizer: Any,
+    pooling: PoolingType,
+    weighted: bool,
+    with_dense: bool,
+) -> None:
+    args = (same_training, optimizer, pooling, weighted, 10, with_dense, shared_tables)
+    one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+def on_two_hosts(rank: int, world_size: int) -> None:
+    for optimizer in (SGD_DECAY, ADAGRAD):
+        same_training(rank, world_size, optimizer, PoolingType.SUM, False, 5, optimizer is ADAGRAD, two_hosts)
+
+
+def two_hosts(pooling: PoolingType) -> list[Table]:
+    return tables_on_two_hosts()
+
+
+def test_training_on_four_ranks_of_two_hosts(four_ranks: Ranks) -> None:
+    four_ranks.run(on_two_hosts)
+
+
+ROWS = Table("rows", 90, 16, ("f0",), "rw", TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5)))
+COLUMNS = Table("columns", 90, 16, ("f1",), (0, 1), TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5)))
+
+
+def two_lookups_one_backward(rank: int, world_size: int) -> None:
+    """The step is made once, from the sum of the gradients of both lookups."""
+    tables = [ROWS, COLUMNS]
+    model = shard(tables, world_size, (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}))
+    reference = Reference(tables, full_state(model, tables), model.module.over)
+    batches = [[make_batch(tables, 4, 10 * i + r) for r in range(world_size)] for i in range(2)]
+    losses = []
+    for of_ranks in batches:
+        features, targets = of_ranks[rank]
+        losses.append((model(features)[0] - targets).square().mean())
+    before = full_state(model, tables)
+    (losses[0] + losses[1]).backward()
+    (reference.loss(batches[0]) + reference.loss(batches[1])).backward()
+    reference.fused_step([*batches[0], *batches[1]], "adagrad", 0.1, 1e-3, 0.0)
+    after = full_state(model, tables)
+    for name, value in reference.state().items():
+        assert not torch.equal(after[name], before[name])
+        torch.testing.assert_close(after[name], value, atol=1e-5, rtol=0)
+
+
+def test_several_lookups_before_one_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(two_lookups_one_backward)
+
+
+def empty_and_int32(rank: int, world_size: int) -> None:
+    """Batches of no samples, of no lookups, and of int32 ids."""
+    tables = [ROWS, COLUMNS]
+    model = shard(tables, world_size, (torch.optim.SGD, {"lr": 0.0}))
+    reference = Reference(tables, full_state(model, tables), model.module.over)
+    for step, (size, most) in enumerate([(0, 3), (4, 0), (4, 3)]):
+        features, _ = make_batch(tables, size, 10 * step + rank, most=most)
+        if step == 2:
+            features = KeyedJaggedTensor(
+                keys=features.keys(), values=features.values().int(), lengths=features.lengths().int()
+            )
+        output, columns = model(features)
+        assert columns.shape == (size, 32)
+        if size:
+            torch.testing.assert_close(columns, reference.columns(features), atol=1e-5, rtol=0)
+        output.sum().backward()
+
+
+def test_empty_batches_and_int32(two_ranks: Ranks) -> None:
+    two_ranks.run(empty_and_int32)
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """Column-wise tables take batches of other sizes on each rank; TorchRec's row-wise exchange does not, on gloo."""
+    model = shard([COLUMNS], world_size, (torch.optim.SGD, {"lr": 0.1}))
+    reference = Reference([COLUMNS], full_state(model, [COLUMNS]), model.module.over)
+    features, _ = make_batch([COLUMNS], 3 + 2 * rank, rank)
+    output, columns = model(features)
+    torch.testing.assert_close(columns, reference.columns(features), atol=1e-5, rtol=0)
+    output.sum().backward()
+
+
+def test_column_wise_tables_take_uneven_batches(two_ranks: Ranks) -> None:
+    two_ranks.run(uneven)
+
+
+def out_of_range(rank: int, world_size: int) -> str:
+    model = shard([ROWS, COLUMNS], world_size)
+    messages = []
+    for row, column in ((90, 0), (0, 95)):
+        features = KeyedJaggedTensor(
+            keys=["f0", "f1"], values=torch.tensor([row, column]), lengths=torch.tensor([1, 1])
+        )
+        with pytest.raises(RuntimeError) as error:
+            model(features)
+        messages.append(str(error.value))
+    return "\n".join(messages)
+
+
+def test_rows_out_of_range_are_named_by_their_number_in_the_table(one_rank: Callable[..., Any]) -> None:
+    message = one_rank(out_of_range)
+    assert "index 90 at position 0 (feature 0, table 'rows') is out of range; allowed: 0 to 89" in message
+    assert "index 95" in message
+
+
+def learning_rate(rank: int, world_size: int) -> None:
+    """A schedule's learning rate holds for shared tables too."""
+    tables = [ROWS, COLUMNS]
+    model = shard(tables, world_size, (torch.optim.SGD, {"lr": 0.5}))
+    before = full_state(model, tables)
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.0
+    features, targets = make_batch(tables, 4, rank)
+    (model(features)[0] - targets).square().mean().backward()
+    assert all(torch.equal(value, before[name]) for name, value in full_state(model, tables).items())
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.5
+    (model(features)[0] - targets).square().mean().backward()
+    assert not any(torch.equal(value, before[name]) for name, value in full_state(model, tables).items())
+
+
+def test_learning_rates_of_the_schedule(two_ranks: Ranks) -> None:
+    two_ranks.run(learning_rate)
+
+
+def groups_made(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Process groups that the tables of this rank use, none of them made twice."""
+    model = shard(tables_on_two_hosts(), world_size)
+    (sync,) = {kernel._sync for kernel in model.module.ebc._tt_kernels() if hasattr(kernel, "_sync")}
+    by_ranks: dict[tuple[int, ...], set[int]] = {}
+    for group in sync._groups.values():
+        by_ranks.setdefault(tuple(torch.distributed.get_process_group_ranks(group)), set()).add(id(group))
+    assert all(len(ids) == 1 for ids in by_ranks.values())
+    return list(by_ranks)
+
+
+def test_tables_with_the_same_ranks_share_a_process_group(four_ranks: Ranks) -> None:
+    every = [(1, 3), (0, 1, 2), (2, 3), (0, 1, 2, 3), (0, 1)]
+    for rank, found in enumerate(four_ranks.run(groups_made)):
+        assert found == [ranks for ranks in every if rank in ranks]
