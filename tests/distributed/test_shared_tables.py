@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_twin_training import (
     ROWWISE_DECAY,
     SGD,
     SGD_DECAY,
+    position_weights,
     same_outputs,
     same_training,
 )
@@ -22,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import (
     Reference,
     Table,
+    feature_rows,
     full_state,
     make_batch,
     shard,
@@ -63,6 +66,28 @@ def test_training_equals_plain_autograd(
 ) -> None:
     args = (same_training, optimizer, pooling, weighted, 10, with_dense, shared_tables)
     one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+def sums_and_means(pooling: PoolingType) -> list[Table]:
+    """Two groups of tables in most sharding types, so two kernels each; no feature has row-wise means and others."""
+    means = {"rw2", "cw", "dp", "dense_rw", "dense_tw"}
+    return [dataclasses.replace(t, pooling=PoolingType.MEAN) if t.name in means else t for t in shared_tables()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_beside_means(one_rank: Callable[..., Any], two_ranks: Ranks, world_size: int) -> None:
+    args = (same_training, SGD, PoolingType.SUM, False, 5, True, sums_and_means)
+    one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+def column_wise_and_others() -> list[Table]:
+    """TorchRec's feature-processed collections have no row-wise tables."""
+    return [table for table in shared_tables() if table.place not in ("rw", "twrw0")]
+
+
+def test_position_weights_get_their_gradient(two_ranks: Ranks) -> None:
+    trained = set().union(*two_ranks.run(position_weights, column_wise_and_others))
+    assert trained == set(feature_rows(column_wise_and_others()))
 
 
 def on_two_hosts(rank: int, world_size: int) -> None:
