@@ -100,14 +100,10 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 "the planner's compression first among the sharders"
             )
         kept = [o for o in options if self._is_sensible(o)]
-        missing_tables = self._compression.keys() - {o.name for o in kept}
-        if missing_tables:
-            name = sorted(missing_tables)[0]
-            raise ValueError(
-                f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
-                f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of "
-                f"{self._compression[name].column_step}, or allow other sharding types"
-            )
+        left = {o.fqn for o in kept}
+        for option in options:
+            if option.fqn not in left:
+                raise ValueError(self._why_none(option.name))
         # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
         place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}
         kept.sort(key=lambda o: (place[o.fqn], o.sharding_type, o.compute_kernel))
@@ -140,6 +136,19 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         if option.sharding_type in COLUMN_TYPES:
             return len(option.shards) > 1
         return option.sharding_type not in ROW_TYPES or self._compute_device != "cpu"
+
+    def _why_none(self, name: str) -> str:
+        if name not in self._compression:
+            return (
+                f"table {name!r} is dense and its constraints leave it no sharding type that TorchRec has on "
+                f"{self._compute_device}; allow others"
+            )
+        step = self._compression[name].column_step
+        return (
+            f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
+            f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of {step}, or allow "
+            "other sharding types"
+        )
 
     def _may_be_tt(self, option: ShardingOption) -> bool:
         kernels = ((self._constraints or {}).get(option.name) or ParameterConstraints()).compute_kernels

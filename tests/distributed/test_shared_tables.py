@@ -22,8 +22,10 @@ from test_twin_training import (
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import (
+    Model,
     Reference,
     Table,
+    compression,
     feature_rows,
     full_state,
     make_batch,
@@ -32,6 +34,8 @@ from twins import (
     tables_on_two_hosts,
 )
 
+from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, sharding_plan
+from flowtt_torchrec.distributed.gradient_sync import sharing_groups
 from flowtt_torchrec.spec import TTSpec
 
 
@@ -221,3 +225,23 @@ def test_tables_with_the_same_ranks_share_a_process_group(four_ranks: Ranks) -> 
     every = [(1, 3), (0, 1, 2), (2, 3), (0, 1, 2, 3), (0, 1)]
     for rank, found in enumerate(four_ranks.run(groups_made)):
         assert found == [ranks for ranks in every if rank in ranks]
+
+
+def part_of_the_job(rank: int, world_size: int) -> None:
+    """Ranks 1 to 3 as a group of their own, whose ranks a plan counts from 0."""
+    group = torch.distributed.new_group([1, 2, 3])
+    if rank == 0:
+        return
+    sharder = TTEmbeddingBagCollectionSharder(compression([ROWS, COLUMNS]))
+    ebc = Model([ROWS, COLUMNS]).ebc
+    plan = {
+        name: generate(ebc.embedding_bags[name].weight, 3, 3, "cpu", sharder)
+        for name, generate in (("rows", sharding_plan.row_wise()), ("columns", sharding_plan.column_wise([0, 1])))
+    }
+    assert sharing_groups({"rows": plan["rows"]}, group) == {"rows": group}
+    with pytest.raises(ValueError, match=r"table 'columns' is shared by ranks \(1, 2\) of a process group"):
+        sharing_groups(plan, group)
+
+
+def test_a_process_group_that_is_a_part_of_the_job(four_ranks: Ranks) -> None:
+    four_ranks.run(part_of_the_job)
