@@ -1,4 +1,4 @@
-"""Tensor-train tables in TorchRec: sharder, planner, sharded collection. Modules are named after TorchRec's own."""
+"""Tensor-train tables in TorchRec: sharder, planner, sharded collection. Modules are named as TorchRec's own."""
 
 from flowtt_torchrec.distributed import compat  # first, so that a torchrec that is too old says so
 from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
