@@ -25,9 +25,9 @@ void define_ops(Library& m) {
       "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
   m.def(
       "cuda_setting(Tensor tables, bool backward, int shared_limit) "
-      "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched
+      "-> (int tile_rows, int shared_bytes, int slab)");      // how the kernels of these tables are launched
   m.def("use_cuda_mapping(bool by_work, bool steal) -> ()");  // for ablations
-  m.def("use_deterministic_cuda(bool on) -> ()");         // mirrors torch.use_deterministic_algorithms
+  m.def("use_deterministic_cuda(bool on) -> ()");             // mirrors torch.use_deterministic_algorithms
 }
 
 }  // namespace flowtt
