@@ -18,7 +18,7 @@ BUILT := $(VENV)/.flowtt-built
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
 # Threads that spin while they wait take the cores from each other where processes share them, hence PASSIVE below.
-.PHONY: setup train test lint format bench clean
+.PHONY: setup train test test-cuda lint format bench clean
 
 setup: $(BUILT)
 
@@ -43,12 +43,17 @@ train: $(BUILT)
 test: $(BUILT) $(DEV)
 	$(ACTIVATE) && python -m pip check && OMP_WAIT_POLICY=PASSIVE python -m pytest $(PYTEST_ARGS)
 
+# The CUDA kernels on a CPU, under every check: part of `make test` too. On a GPU: scripts/gpu_check.sh.
+test-cuda: $(BUILT) $(DEV)
+	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py tests/benchmarks/test_cuda_counts.py $(PYTEST_ARGS)
+	$(ACTIVATE) && python -m pytest tests/test_ops.py -k cuda $(PYTEST_ARGS)
+
 lint: $(BUILT) $(DEV)
 	$(ACTIVATE) && ruff check . && ruff format --check . && mypy
-	$(ACTIVATE) && clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inc')
+	$(ACTIVATE) && clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.inc' '*.cu' '*.cuh')
 
 format: $(DEV)
-	$(ACTIVATE) && ruff check --fix . && ruff format . && clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inc')
+	$(ACTIVATE) && ruff check --fix . && ruff format . && clang-format -i $$(git ls-files '*.h' '*.cpp' '*.inc' '*.cu' '*.cuh')
 
 # The quick preset, about a minute and a half. The results go to benchmarks/results/.
 bench: $(BUILT) $(DEV)

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.environment import CpuWatch
 from benchmarks.process_memory import in_use, peak, reset_peak
 from benchmarks.training import DENSE, Request, Result, Tables, VariantMemory
 from flowtt_torchrec.datasets import Sharding, SyntheticCriteo
+from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.training.config import (
     CompressionConfig,
     DataConfig,
@@ -49,7 +51,8 @@ class Variant:
         group = dist.group.WORLD
         torch.manual_seed(0)
         if name == DENSE:  # as a stock TorchRec script does it
-            tables, specs = table_configs(dataset, request.dim), {}
+            tables = table_configs(dataset, request.dim)
+            specs: Mapping[str, TTSpec] = {}
             model = build_dlrm(config.model, tables, dataset.num_dense, runtime.device)
             optimize_tables_in_backward(model, config.optimizer)
             sharders = get_default_sharders()

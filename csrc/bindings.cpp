@@ -1,10 +1,8 @@
-// The ops: schemas, checks of arguments, allocation. The only file that includes torch, and only its stable ABI.
+// The ops: schemas, and the CPU kernels behind them. Of torch, only the stable ABI.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -12,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/flow_plan.h"
 #include "cpu/isa.h"
 #include "cpu/pooled_backward.h"
@@ -19,106 +18,10 @@
 #include "flowtt/batch.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
+#include "schemas.h"
 
 namespace flowtt {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-template <class... Args>
-void check(bool condition, const Args&... message) {
-  if (condition) return;
-  std::ostringstream text;
-  (text << ... << message);
-  throw std::runtime_error(text.str());
-}
-
-const char* name_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    default:
-      return "another type";
-  }
-}
-
-std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i > 0 ? ", " : "") << tensor.size(i);
-  text << ']';
-  return text.str();
-}
-
-// Checks that an argument is a contiguous CPU tensor of this shape; -1 takes any size.
-void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  check(tensor.is_cpu(), name, " must be on the CPU");
-  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::ostringstream wanted;
-  int64_t i = 0;
-  for (int64_t size : shape) {
-    same = same && (size < 0 || tensor.size(i) == size);
-    wanted << (i++ > 0 ? ", " : "");
-    size < 0 ? wanted << 'n' : wanted << size;
-  }
-  check(same, name, " must have shape [", wanted.str(), "], not ", shape_of(tensor));
-  check(tensor.is_contiguous(), name, " must be contiguous");
-}
-
-void check_type(const char* name, const Tensor& tensor, ScalarType type) {
-  check(tensor.scalar_type() == type, name, " must be ", name_of(type), ", not ", name_of(tensor.scalar_type()));
-}
-
-Integers integers(const char* name, const Tensor& tensor) {
-  check_shape(name, tensor, {-1});
-  const ScalarType type = tensor.scalar_type();
-  check(type == ScalarType::Int || type == ScalarType::Long, name, " must be int32 or int64, not ", name_of(type));
-  return {tensor.const_data_ptr(), type == ScalarType::Long};
-}
-
-std::vector<Table> read_tables(const Tensor& tables) {
-  check_shape("tables", tables, {-1, kTableColumns});
-  check_type("tables", tables, ScalarType::Long);
-  std::vector<Table> read;
-  for (int64_t i = 0; i < tables.size(0); ++i) {
-    const Table table = read_table(tables.const_data_ptr<int64_t>() + i * kTableColumns);
-    check(2 <= table.num_cores && table.num_cores <= kMaxCores, "table ", i, " has ", table.num_cores,
-          " cores; allowed: 2 to ", kMaxCores);
-    check(i == 0 || table.table_shift == read[0].table_shift, "tables differ in their table shift");
-    read.push_back(table);
-  }
-  check(!read.empty(), "tables must have at least one row");
-  return read;
-}
-
-Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t num_lookups, size_t num_tables) {
-  check_shape("features", features, {-1, kFeatureColumns});
-  check_type("features", features, ScalarType::Long);
-  const int64_t num_features = features.size(0), bags = offsets.numel() - 1;
-  check(num_features > 0, "features must have at least one row");
-  const Integers starts = integers("offsets", offsets);
-  check(bags >= 0 && bags % num_features == 0, "offsets has ", offsets.numel(), " entries; ", num_features,
-        " features need ", num_features, " * batch_size + 1");
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  check(num_lookups < kMost && bags < kMost, "a batch of ", num_lookups, " lookups in ", bags,
-        " bags is too large; allowed are fewer than ", kMost, " of each: split the batch");
-  const Batch batch{num_features, bags / num_features, num_lookups, features.const_data_ptr<int64_t>(), starts};
-  for (int64_t feature = 0; feature < num_features; ++feature) {
-    const int64_t table = batch.table(feature);
-    check(0 <= table && table < static_cast<int64_t>(num_tables), "feature ", feature, " names table ", table,
-          "; allowed: 0 to ", num_tables - 1);
-  }
-  return batch;
-}
 
 std::string table_name(const Tensor& names, int64_t table) {
   const auto* text = names.const_data_ptr<uint8_t>();
@@ -378,29 +281,22 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
 
 std::string cpu_isa() { return cpu::instruction_set().name; }
 
+// The GPUs that there is code for, "" for none.
+std::string cuda_architectures() {
+#ifdef FLOWTT_CUDA
+  return FLOWTT_CUDA;
+#else
+  return "";
+#endif
+}
+
 }  // namespace
 }  // namespace flowtt
 
 STABLE_TORCH_LIBRARY(flowtt, m) {
-  m.def(
-      "flow_plan(Tensor tables, Tensor table_names, Tensor features, Tensor indices, Tensor offsets, int flow, "
-      "int bounds_check_mode) -> (Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
-      "Tensor flow_starts, Tensor counts)");
-  m.def(
-      "pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
-      "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
-      "int total_dim, int pooling_mode) -> Tensor");
-  m.def(
-      "pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features, Tensor offsets, "
-      "Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, "
-      "Tensor? per_sample_weights, int pooling_mode, bool per_sample_weights_grad) "
-      "-> (Tensor grad_weights, Tensor grad_per_sample_weights)");
-  m.def(
-      "pooled_backward_update(Tensor grad_output, Tensor(a!) weights, Tensor(b!)? momentum1, Tensor tables, "
-      "Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
-      "Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, int pooling_mode, "
-      "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
+  flowtt::define_ops(m);
   m.def("cpu_isa() -> str");
+  m.def("cuda_architectures() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
@@ -410,4 +306,27 @@ STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
   m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa));
+  m.impl("cuda_architectures", TORCH_BOX(&flowtt::cuda_architectures));
+}
+
+#ifndef FLOWTT_CUDA
+namespace flowtt {
+namespace {
+
+void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
+  throw std::runtime_error(
+      "this build of the FlowTT ops has no CUDA kernels: build it where nvcc is, with FLOWTT_BUILD_CUDA=1, or keep the "
+      "tables on the CPU");
+}
+
+}  // namespace
+}  // namespace flowtt
+
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CUDA, m) {
+  for (const char* op : {"flow_plan", "pooled_forward", "pooled_backward", "pooled_backward_update"}) {
+    m.impl(op, &flowtt::no_cuda_kernels);
+  }
+}
+#endif

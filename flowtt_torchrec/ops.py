@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flowtt_torchrec import native, reference
+from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import SGD, OptimizerSpec, state_names
 from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 
-BACKENDS: dict[str, ModuleType] = {"native": native, "reference": reference}
+BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
 BACKEND_VARIABLE = "FLOWTT_BACKEND"
 _POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
 _FLOWS = {"prefix": Flow.PREFIX, "unique": Flow.UNIQUE, "direct": Flow.DIRECT}
@@ -80,7 +81,7 @@ def backend_info() -> BackendInfo:
     return BackendInfo(*_chosen, library, native.load_error)
 
 
-def _backend() -> ModuleType:
+def _backend() -> ModuleType | CompiledOps:
     name = _chosen[0]
     if name == "native" and native.load_error is not None:
         raise RuntimeError(

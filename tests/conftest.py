@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tt_samples import CUDA, CUDA_EMULATED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +14,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that is ready for use."""
+    if request.param == CUDA_EMULATED:
+        from cuda_emulation import build, emulated
+
+        if build.toolkit() is None:
+            pytest.skip("the headers of the CUDA toolkit are not here")
+        emulated.load()
+    if request.param == CUDA:
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU here")
+        from on_gpu import OpsOnDevice
+
+        from flowtt_torchrec import native, ops
+
+        ops.BACKENDS[CUDA] = OpsOnDevice(native, "cuda")
+    return request.param

@@ -13,11 +13,14 @@ from tt_samples import (
     assert_near,
     both_backends,
     brute_force,
+    dtype_of,
+    every_backend,
     layout_of,
     mixed_layout,
     offsets_of,
     random_batch,
     random_weights,
+    repeatable_ops,
 )
 
 from flowtt_torchrec import ops
@@ -50,12 +53,14 @@ def check(layout, indices, offsets, dtype=torch.float32, factors=None, pooling="
         assert_near(grad, expected_grad, tolerance)
 
 
-@both_backends
+@every_backend
 @both_types
 @pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
 def test_many_tables_in_one_call(backend, dtype, flow, pooling, weighted):
+    if dtype == torch.float64 != dtype_of(backend):
+        pytest.skip("no float64")
     layout = mixed_layout()
     indices, offsets = random_batch(layout, batch_size=13)
     factors = torch.randn(indices.numel()) if weighted else None
@@ -63,7 +68,7 @@ def test_many_tables_in_one_call(backend, dtype, flow, pooling, weighted):
         check(layout, indices, offsets, dtype, factors, pooling, flow)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("table", SPECS)
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 257])
 def test_counts_around_tile_sizes(backend, table, count):
@@ -73,7 +78,7 @@ def test_counts_around_tile_sizes(backend, table, count):
         check(layout, indices, torch.arange(count + 1))
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("table", ["two_cores", "three_cores", "four_cores", "rank_32"])
 @pytest.mark.parametrize("per_prefix", [1, 3, 4, 5])
 def test_rows_per_prefix(backend, table, per_prefix):
@@ -84,7 +89,7 @@ def test_rows_per_prefix(backend, table, per_prefix):
         check(layout_of(table), indices.repeat(2), torch.arange(0, 2 * indices.numel() + 1, 2))
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_one_row_ten_thousand_times(backend, pooling):
     indices = torch.full((10_000,), 99)
@@ -93,7 +98,7 @@ def test_one_row_ten_thousand_times(backend, pooling):
         check(layout_of("three_cores"), indices, torch.tensor([0, 4_000, 10_000]), pooling=pooling, tolerance=1e-4)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize(
     "spec",
     [
@@ -105,14 +110,15 @@ def test_one_row_ten_thousand_times(backend, pooling):
 def test_huge_tables(backend, spec):
     """Checked against rows made one by one."""
     layout = TTLayout([spec, SPECS["tiny"]], ["huge", "tiny"])
-    weights = random_weights(layout).requires_grad_()
+    dtype = dtype_of(backend)
+    weights = random_weights(layout, dtype).requires_grad_()
     huge = torch.randint(spec.num_embeddings, (40,), generator=torch.Generator().manual_seed(0))
     last = spec.num_embeddings - 1
     huge[:8] = torch.tensor([0, last, 1, last, 2**31, 2**32 - 300_000_000, spec.p[-1], 0])
     tiny = torch.arange(20) % 7
     cores = layout.core_views(weights)
     expected = torch.cat([tt_rows(cores[0], huge).view(20, 2, -1).sum(1), tt_rows(cores[1], tiny)], dim=1)
-    grad_output = torch.randn(expected.shape, dtype=torch.float64)
+    grad_output = torch.randn(expected.shape, dtype=dtype)
     with ops.use_backend(backend):
         offsets = torch.cat([torch.arange(0, 40, 2), torch.arange(40, 61)])
         output = ops.lookup(weights, layout, torch.cat([huge, tiny]), offsets)
@@ -121,20 +127,20 @@ def test_huge_tables(backend, spec):
         assert_near(*grads)
 
 
-@both_backends
+@every_backend
 def test_every_row_of_a_table(backend):
     indices = torch.randperm(SPECS["rank_32"].num_embeddings, generator=torch.Generator().manual_seed(0))
     with ops.use_backend(backend):
         check(layout_of("rank_32"), indices, torch.arange(0, 1001, 5))
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("batch_size", [0, 1, 3])
 def test_empty_batches_and_bags(backend, batch_size):
     layout = mixed_layout()
     indices, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(9 * batch_size + 1, dtype=torch.int64)
-    weights = random_weights(layout).requires_grad_()
-    factors = torch.empty(0, dtype=torch.float64, requires_grad=True)
+    weights = random_weights(layout, dtype_of(backend)).requires_grad_()
+    factors = torch.empty(0, dtype=dtype_of(backend), requires_grad=True)
     with ops.use_backend(backend):
         plan = ops.flow_plan(layout, indices, offsets)
         assert plan.counts.tolist() == [0, 0, 0, 0]
@@ -148,7 +154,7 @@ def test_empty_batches_and_bags(backend, batch_size):
             assert grads[1].shape == (0,)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize("offset_type", [torch.int32, torch.int64])
 def test_integer_types(backend, index_type, offset_type):
@@ -158,7 +164,7 @@ def test_integer_types(backend, index_type, offset_type):
         check(layout, indices.to(index_type), offsets.to(offset_type))
 
 
-@both_backends
+@every_backend
 def test_strided_arguments(backend):
     layout = layout_of("three_cores", "rank_32")
     indices, offsets = random_batch(layout, batch_size=6)
@@ -169,7 +175,7 @@ def test_strided_arguments(backend):
         check(layout, *strided, factors=factors)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_of_any_strides(backend, kind, fused):
@@ -189,17 +195,17 @@ def test_gradients_of_any_strides(backend, kind, fused):
         ops.fused_lookup(weights, layout, indices, offsets, optimizer=OptimizerSpec("sgd"), state={}).backward(grad)
         return weights.detach()
 
-    with ops.use_backend(backend):
+    with repeatable_ops(backend):
         assert torch.equal(run(grad), run(grad.contiguous()))
 
 
-@both_backends
+@every_backend
 def test_gradients_only_where_asked(backend):
     layout = layout_of("three_cores")
     indices, offsets = random_batch(layout, batch_size=4)
     for wants_weights, wants_factors in ((True, False), (False, True), (False, False)):
-        weights = random_weights(layout).requires_grad_(wants_weights)
-        factors = torch.rand(indices.numel(), dtype=torch.float64, requires_grad=wants_factors)
+        weights = random_weights(layout, dtype_of(backend)).requires_grad_(wants_weights)
+        factors = torch.rand(indices.numel(), dtype=dtype_of(backend), requires_grad=wants_factors)
         with ops.use_backend(backend):
             output = ops.lookup(weights, layout, indices, offsets, per_sample_weights=factors)
         assert output.requires_grad == (wants_weights or wants_factors)
@@ -221,7 +227,7 @@ def test_gradcheck(backend, pooling):
         )
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
 @pytest.mark.parametrize("seed", range(3))
 def test_flow_plan(backend, flow, seed):
@@ -287,12 +293,12 @@ def test_indices_out_of_range(backend):
             assert torch.equal(ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode), expected)
 
 
-@both_backends
+@every_backend
 def test_warning_names_the_first_bad_index_and_counts_them(backend):
     layout = mixed_layout()
     lengths = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 0])
     indices, offsets = torch.tensor([342, 23, 100, -1]), offsets_of(lengths)
-    weights = random_weights(layout)
+    weights = random_weights(layout, dtype_of(backend))
     mode = BoundsCheckMode.WARNING
     with ops.use_backend(backend):
         message = r"index 23 at position 1 .*feature 1, table 'two_cores'.*0 to 22.* 3 such"
@@ -306,9 +312,11 @@ def test_warning_names_the_first_bad_index_and_counts_them(backend):
             ops.lookup(weights, layout, zeroed, offsets, bounds_check_mode=mode)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("mode", list(BoundsCheckMode))
 def test_bad_offsets_are_an_error_in_every_mode(backend, mode):
+    if backend == "cuda":
+        pytest.skip("on a GPU the kernel fails, and no call of this process would work any more")
     layout = layout_of("two_cores", "three_cores")
     indices = torch.arange(5)
     for offsets, message in (
@@ -323,7 +331,7 @@ def test_bad_offsets_are_an_error_in_every_mode(backend, mode):
             ops.flow_plan(layout, indices, torch.tensor(offsets, dtype=torch.int64), bounds_check_mode=mode)
 
 
-@both_backends
+@every_backend
 def test_repetition_gives_the_same_bits(backend):
     layout = mixed_layout()
     indices, offsets = random_batch(layout, batch_size=64, longest=9)
@@ -338,7 +346,7 @@ def test_repetition_gives_the_same_bits(backend):
         ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state).backward(grad_output)
         return [output.detach(), *grads, weights.detach(), state["momentum1"]]
 
-    with ops.use_backend(backend):
+    with repeatable_ops(backend):
         first = run()
         for _ in range(3):
             assert all(torch.equal(a, b) for a, b in zip(first, run()))

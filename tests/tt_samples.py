@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowtt_torchrec import ops
 from flowtt_torchrec.cores import to_dense
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.spec import TTSpec
 
 BACKENDS = ("reference", "native")
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+# And the CUDA kernels, on an emulator and on a GPU; they have no float64: see `dtype_of`.
+CUDA_EMULATED, CUDA = "cuda-emulated", "cuda"
+every_backend = pytest.mark.parametrize(
+    "backend", [*BACKENDS, CUDA_EMULATED, pytest.param(CUDA, marks=pytest.mark.cuda)], indirect=True
+)
 
 SPECS = {
     "two_cores": TTSpec(23, 6, (4, 6), (2, 3), (5,)),
@@ -26,6 +35,23 @@ SPECS = {
     "tiny": TTSpec(7, 4, (2, 2, 2), (2, 1, 2), (2, 2)),
     "one_row": TTSpec(1, 4, (1, 1), (2, 2), (2,)),
 }
+
+
+def dtype_of(backend: str) -> torch.dtype:
+    """The most exact type that a backend has."""
+    return torch.float32 if backend in (CUDA_EMULATED, CUDA) else torch.float64
+
+
+@contextmanager
+def repeatable_ops(backend: str) -> Iterator[None]:
+    """Within the block, the backend's ops run as ``backend`` and give the same bits every time."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with ops.use_backend(backend):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def layout_of(*names: str, feature_tables: list[int] | None = None) -> TTLayout:

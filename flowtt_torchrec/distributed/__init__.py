@@ -1,14 +1,18 @@
-"""Tensor-train tables in TorchRec: sharder, planner, sharded collection. Modules are named after TorchRec's own."""
+"""Tensor-train tables in TorchRec: sharder, planner, sharded collection. Modules are named as TorchRec's own."""
 
 from flowtt_torchrec.distributed import compat  # first, so that a torchrec that is too old says so
+from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
 from flowtt_torchrec.distributed.embeddingbag import ShardedTTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.estimators import TTPerfEstimator, TTStorageEstimator
 from flowtt_torchrec.distributed.planner import TTEmbeddingEnumerator, TTEmbeddingShardingPlanner
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 
 __all__ = [
+    "AutoCompression",
     "CompressionRow",
     "CompressionStats",
+    "DenseFirstPerfModel",
+    "DenseFirstProposer",
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingEnumerator",

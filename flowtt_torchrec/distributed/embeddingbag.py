@@ -25,6 +25,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.column_shards import check_columns
 from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, sharing_groups
 from flowtt_torchrec.distributed.kernel import TTKernel, core_name
@@ -209,7 +210,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     ranks in every backward, as TorchRec's exchange does anyhow.
 
     Args:
-        compression: spec of each table that is to be a tensor train.
+        compression: spec of each table that is to be a tensor train; an `AutoCompression` leaves that to the plan.
         fused_params: as in TorchRec, for all tables.
         qcomm_codecs_registry: as in TorchRec.
         seed: of the initial cores, together with the table's name. The same on all ranks.
@@ -231,12 +232,18 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self._compression = dict(compression)
+        self._plan_chooses = isinstance(compression, AutoCompression)
         self._seed = seed
 
     @property
     def compression(self) -> dict[str, TTSpec]:
-        """Spec of each table that is to be a tensor train."""
+        """Spec of each table that is to be a tensor train, or may be if `plan_chooses`."""
         return dict(self._compression)
+
+    @property
+    def plan_chooses(self) -> bool:
+        """Whether a table with a spec may be dense, if the plan says so."""
+        return self._plan_chooses
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's, and row-wise ones for TT tables on the CPU, where TorchRec has none."""
@@ -311,6 +318,8 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 f"it{hint}"
             )
         if sharding.compute_kernel != CUSTOMIZED_KERNEL:
+            if self._plan_chooses:
+                return False
             raise ValueError(
                 f"table {name!r} has a TTSpec, but the plan gives it the kernel {sharding.compute_kernel!r}; plan with "
                 f"TTEmbeddingShardingPlanner, or set compute_kernel={CUSTOMIZED_KERNEL!r} in a plan made by hand"

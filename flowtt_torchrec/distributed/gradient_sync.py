@@ -98,16 +98,20 @@ def sharing_groups(
     Raises:
         ValueError: naming the table, if only some of the ranks share it, but these are not all ranks of the job.
     """
+    shards = {
+        name: sharding.sharding_spec.shards
+        for name, sharding in plan.items()
+        if sharding.sharding_type != ShardingType.DATA_PARALLEL.value and sharding.sharding_spec is not None
+    }
+    placed = {name: sorted({shard.placement.rank() for shard in of_table}) for name, of_table in shards.items()}
+    shared = {name: ranks for name, ranks in placed.items() if len(ranks) > 1}
+    if not shared:
+        return {}
     every = dist.get_process_group_ranks(process_group)
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(every): process_group}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(sorted(every)): process_group}
     groups = {}
-    for name, sharding in plan.items():
-        if sharding.sharding_type == ShardingType.DATA_PARALLEL.value or sharding.sharding_spec is None:
-            continue
-        shards = sharding.sharding_spec.shards
-        ranks = tuple(sorted({every[shard.placement.rank()] for shard in shards}))
-        if len(ranks) == 1:
-            continue
+    for name, group_ranks in shared.items():
+        ranks = tuple(sorted(every[rank] for rank in group_ranks))
         if ranks not in made:
             if len(every) != dist.get_world_size():
                 raise ValueError(

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -26,11 +28,14 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
 from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.estimators import CUSTOMIZED_KERNEL, TTPerfEstimator, TTStorageEstimator, is_tt
 from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 from flowtt_torchrec.spec import TTSpec
+
+_DEVICE_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value)
 
 
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
@@ -43,8 +48,10 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     Args:
         topology: the devices.
         batch_size: samples a rank and step.
-        compression: spec of each table that is to be a tensor train.
-        constraints: per table; they may narrow a TT table's sharding types, not its kernel.
+        compression: spec of each table that is to be a tensor train. The tables of an `AutoCompression` get TorchRec's
+            own options too, but for those outside of device memory (UVM, SSD), whose place tensor trains take;
+            constraints can name them.
+        constraints: per table; they may narrow a TT table's sharding types, and its kernel with an `AutoCompression`.
         flops_per_ms: see `TTPerfEstimator`.
         use_exact_enumerate_order: as in TorchRec.
 
@@ -72,8 +79,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             use_exact_enumerate_order=use_exact_enumerate_order,
         )
         self._compression = dict(compression)
+        self._dense_too = isinstance(compression, AutoCompression)
         for name in self._compression:
-            _check_constraints(name, (constraints or {}).get(name))
+            _check_constraints(name, (constraints or {}).get(name), self._dense_too)
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """Options of all tables of ``module``, in an order that does not depend on the process.
@@ -84,22 +92,18 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         """
         self._check_tables(module, sharders)
         options = super().enumerate(module, sharders)
-        kept = [o for o in options if (o.compute_kernel == CUSTOMIZED_KERNEL) == (o.name in self._compression)]
-        missing = {o.fqn for o in options} - {o.fqn for o in kept}
+        offered = {o.name for o in options if is_tt(o, self._compression)}
+        missing = {o.fqn for o in options if o.name in self._compression.keys() - offered and self._may_be_tt(o)}
         if missing:
             raise ValueError(
                 f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
-                "the planner's compression last among the sharders (of two for one module type TorchRec takes the last)"
+                "the planner's compression first among the sharders"
             )
-        kept = [o for o in kept if o.name not in self._compression or self._is_sensible(o)]
-        missing_tables = self._compression.keys() - {o.name for o in kept}
-        if missing_tables:
-            name = sorted(missing_tables)[0]
-            raise ValueError(
-                f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
-                f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of "
-                f"{self._compression[name].column_step}, or allow other sharding types"
-            )
+        kept = [o for o in options if self._is_sensible(o)]
+        left = {o.fqn for o in kept}
+        for option in options:
+            if option.fqn not in left:
+                raise ValueError(self._why_none(option.name))
         # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
         place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}
         kept.sort(key=lambda o: (place[o.fqn], o.sharding_type, o.compute_kernel))
@@ -117,15 +121,38 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         return all(shard.offset[1] % step == 0 and shard.size[1] % step == 0 for shard in option.shards)
 
     def _is_sensible(self, option: ShardingOption) -> bool:
-        """Whether a TT option is to be offered: what the constraints name if it is possible, else what is of use."""
+        """Whether an option of a table is to be offered: what its constraints name if possible, else what is of use."""
+        constraints = (self._constraints or {}).get(option.name) or ParameterConstraints()
+        if not is_tt(option, self._compression):
+            if option.compute_kernel == CUSTOMIZED_KERNEL:
+                return False
+            if option.name not in self._compression:
+                return True
+            return self._dense_too and (bool(constraints.compute_kernels) or option.compute_kernel in _DEVICE_KERNELS)
         if not self._can_be_cut(option):
             return False
-        constraints = (self._constraints or {}).get(option.name)
-        if constraints is not None and constraints.sharding_types:
+        if constraints.sharding_types:
             return True
         if option.sharding_type in COLUMN_TYPES:
             return len(option.shards) > 1
         return option.sharding_type not in ROW_TYPES or self._compute_device != "cpu"
+
+    def _why_none(self, name: str) -> str:
+        if name not in self._compression:
+            return (
+                f"table {name!r} is dense and its constraints leave it no sharding type that TorchRec has on "
+                f"{self._compute_device}; allow others"
+            )
+        step = self._compression[name].column_step
+        return (
+            f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
+            f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of {step}, or allow "
+            "other sharding types"
+        )
+
+    def _may_be_tt(self, option: ShardingOption) -> bool:
+        kernels = ((self._constraints or {}).get(option.name) or ParameterConstraints()).compute_kernels
+        return not kernels or CUSTOMIZED_KERNEL in kernels
 
     def _check_tables(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
         found: dict[str, None] = {}
@@ -135,7 +162,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             if spec is None:
                 continue
             spec.check_table(name, *parameter.shape)
-            if isinstance(sharder, TTEmbeddingBagCollectionSharder) and sharder.compression.get(name) != spec:
+            if not isinstance(sharder, TTEmbeddingBagCollectionSharder):
+                continue
+            if sharder.plan_chooses != self._dense_too:
+                raise ValueError("the planner or the sharder has an AutoCompression, but not both; pass both the same")
+            if sharder.compression.get(name) != spec:
                 raise ValueError(
                     f"the planner's compression gives table {name!r} {spec}, the sharder's "
                     f"{sharder.compression.get(name)}; pass both the same mapping"
@@ -159,7 +190,9 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation, proposer, partitioner, performance_model, constraints, debug, callbacks, timeout_seconds,
             plan_loader: as in TorchRec.
         stats: what to report of a plan. TorchRec's ``EmbeddingStats`` and `CompressionStats` if not given.
-        compression: spec of each table that is to be a tensor train.
+        compression: spec of each table that is to be a tensor train. With an `AutoCompression` the planner chooses: the
+            default ``performance_model`` is then a `DenseFirstPerfModel`, and a `DenseFirstProposer` is among the
+            default proposers.
         flops_per_ms: see `TTPerfEstimator`.
 
     Raises:
@@ -193,6 +226,10 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             raise ValueError(
                 f"{type(enumerator).__name__} enumerates no TT tables; pass a TTEmbeddingEnumerator, or no enumerator"
             )
+        auto = isinstance(compression, AutoCompression)
+        if auto and proposer is None:
+            dense_first = [DenseFirstProposer(), DenseFirstProposer(use_depth=False)]
+            proposer = [GridSearchProposer(), *dense_first, UniformProposer()]
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -208,6 +245,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
+        if auto and performance_model is None:
+            self._perf_model = DenseFirstPerfModel(self._topology)
         if enumerator is None:  # made here because the default topology is made by the base class
             self._enumerator = TTEmbeddingEnumerator(
                 self._topology, self._batch_size, compression, constraints, flops_per_ms
@@ -219,8 +258,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         return [row for stats in self._stats if isinstance(stats, CompressionStats) for row in stats.rows]
 
 
-def _check_constraints(name: str, constraints: ParameterConstraints | None) -> None:
-    if constraints is None:
+def _check_constraints(name: str, constraints: ParameterConstraints | None, dense_too: bool) -> None:
+    if constraints is None or dense_too:
         return
     kernels, types = constraints.compute_kernels, constraints.sharding_types
     if kernels and CUSTOMIZED_KERNEL not in kernels:

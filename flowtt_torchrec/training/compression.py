@@ -14,6 +14,8 @@ _ELEMENT_SIZE = 4  # float32
 def choose_specs(config: CompressionConfig, tables: Sequence[TableConfig]) -> dict[str, TTSpec]:
     """Specs of the tables to compress, in the order of ``tables``; the others stay dense.
 
+    With ``auto`` these are the tables that the planner may compress: all that it makes smaller.
+
     Raises:
         ConfigError: a table is unknown, a shape is not allowed (with the table's name), or the budget is too small.
     """
@@ -31,7 +33,10 @@ def choose_specs(config: CompressionConfig, tables: Sequence[TableConfig]) -> di
         specs |= _fit(config, specs, tables, free)
     else:
         specs |= {t.name: _spec(config, t, "tt") for t in free if t.num_embeddings >= config.min_rows}
-    return {name: spec for name in names if (spec := specs.get(name)) is not None}
+    chosen = {name: spec for name in names if (spec := specs.get(name)) is not None}
+    if config.tables == "auto":
+        return {name: spec for name, spec in chosen.items() if spec.compression_ratio > 1}
+    return chosen
 
 
 def _spec(config: CompressionConfig, table: TableConfig, choice: str | TableCompression) -> TTSpec | None:

@@ -129,13 +129,22 @@ class CompressionConfig:
     rank: int = 32
     num_cores: int | None = None
     objective: str = "balanced"
-    tables: Literal["all", "dense"] | dict[str, Literal["tt", "dense"] | TableCompression] = field(default_factory=dict)
-    """``all`` or ``dense`` for all tables; or, by table name, ``tt``, ``dense`` or a shape."""
+    tables: Literal["all", "dense", "auto"] | dict[str, Literal["tt", "dense"] | TableCompression] = field(
+        default_factory=dict
+    )
+    """``all`` or ``dense`` for all tables; ``auto`` to have the planner compress those that would not fit dense; or, by
+    table name, ``tt``, ``dense`` or a shape."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "min_rows")
         _check_shape_choice(self)
         _check_size(self, "budget")
+        if self.tables == "auto" and self.budget is not None:
+            raise InvalidField(
+                "budget",
+                "has no meaning with tables=auto, which fits the tables into the memory of the devices; leave it out, "
+                "or set planner.hbm or planner.ddr",
+            )
 
 
 @dataclass

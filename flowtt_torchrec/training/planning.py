@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import ParameterConstraints, Topology, types
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from flowtt_torchrec.datasets import ClickDataset
-from flowtt_torchrec.distributed import CompressionStats, TTEmbeddingBagCollectionSharder, TTEmbeddingShardingPlanner
+from flowtt_torchrec.distributed import (
+    AutoCompression,
+    CompressionStats,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingShardingPlanner,
+)
 from flowtt_torchrec.spec import TTSpec, parse_bytes
 from flowtt_torchrec.training.compression import choose_specs
 from flowtt_torchrec.training.config import TrainConfig
@@ -90,6 +96,12 @@ class Planning:
         device: where the dense layers are made.
         saved_types: sharding type of each table in the checkpoint to continue from. Optimizer state has other names
             for data-parallel tables, so these stay data-parallel and the others do not become so.
+        saved_trains: names of the tensor trains in that checkpoint; with ``compression.tables=auto`` these stay so and
+            the others stay dense.
+
+    Attributes:
+        tables: of the model.
+        specs: of the tensor trains; with ``compression.tables=auto`` known after `plan`.
 
     Raises:
         ConfigError: a setting does not go with the data.
@@ -102,9 +114,16 @@ class Planning:
         machine: Machine,
         device: torch.device,
         saved_types: Mapping[str, str] | None = None,
+        saved_trains: Collection[str] | None = None,
     ) -> None:
         self.tables = table_configs(dataset, config.model.embedding_dim)
-        self.specs = choose_specs(config.compression, self.tables)
+        self.specs: Mapping[str, TTSpec] = choose_specs(config.compression, self.tables)
+        if config.compression.tables == "auto":
+            self.specs = (
+                AutoCompression(self.specs)
+                if saved_trains is None
+                else {name: spec for name, spec in self.specs.items() if name in saved_trains}
+            )
         self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
         optimize_tables_in_backward(self.model, config.optimizer)
         self.sharders = make_sharders(self.specs, config.training.seed)
@@ -132,11 +151,21 @@ class Planning:
             UserError: the tables do not fit.
         """
         try:
-            if group is None:
-                return self._planner.plan(self.model, self.sharders)
-            return self._planner.collective_plan(self.model, self.sharders, group)
+            plan = (
+                self._planner.plan(self.model, self.sharders)
+                if group is None
+                else self._planner.collective_plan(self.model, self.sharders, group)
+            )
         except PlannerError as error:
             raise UserError(f"TorchRec's planner found no plan: {error}") from None
+        self.specs = {name: spec for name, spec in self.specs.items() if _is_tensor_train(plan, name)}
+        return plan
+
+
+def _is_tensor_train(plan: ShardingPlan, name: str) -> bool:
+    modules = (cast(EmbeddingModuleShardingPlan, module) for module in plan.plan.values())
+    customized = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    return any(module[name].compute_kernel == customized for module in modules if name in module)
 
 
 def _allowed_types(saved: str | None, device: str) -> list[str] | None:

@@ -119,6 +119,11 @@ def saved_sharding_types(state: Mapping[str, Any]) -> dict[str, str]:
     return {table["name"]: table["sharding_type"] for table in state["plan"]}
 
 
+def saved_tensor_trains(state: Mapping[str, Any]) -> set[str]:
+    """Names of the tables that were tensor trains, from a checkpoint's state."""
+    return set(state["specs"])
+
+
 def check_settings(path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if a setting that a run must keep is not what it was."""
     for key in _FIXED:

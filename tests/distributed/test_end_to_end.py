@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
@@ -19,7 +20,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
-from twins import all_optimizers, apply_optimizer_in_backward, dense_optimizer, make_batch, mixed_tables, shard
+from twins import (
+    Table,
+    all_optimizers,
+    apply_optimizer_in_backward,
+    dense_optimizer,
+    make_batch,
+    mixed_tables,
+    shard,
+    shared_tables,
+)
 
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, TTEmbeddingShardingPlanner
 from flowtt_torchrec.spec import TTSpec
@@ -119,8 +129,8 @@ class PipelineModel(nn.Module):
         return (output - batch.targets).square().mean(), output
 
 
-def pipelined(rank: int, world_size: int) -> None:
-    tables = mixed_tables()
+def pipelined(rank: int, world_size: int, make_tables: Callable[[], list[Table]]) -> None:
+    tables = make_tables()
     used = [feature for table in tables for feature in table.features]
     keys = sorted(f if used.count(f) == 1 else f"{f}@{t.name}" for t in tables for f in t.features)
     batches = [make_batch(tables, 6, 10 * step + rank) for step in range(6)]
@@ -147,6 +157,9 @@ def pipelined(rank: int, world_size: int) -> None:
     torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), atol=0, rtol=1e-6)
 
 
-def test_the_train_pipeline_gives_the_plain_loops_outputs(one_rank: Callable[..., Any], two_ranks: Ranks) -> None:
-    one_rank(pipelined)
-    two_ranks.run(pipelined)
+@pytest.mark.parametrize("make_tables", [mixed_tables, shared_tables])
+def test_the_train_pipeline_gives_the_plain_loops_outputs(
+    one_rank: Callable[..., Any], two_ranks: Ranks, make_tables: Callable[[], list[Table]]
+) -> None:
+    one_rank(pipelined, make_tables)
+    two_ranks.run(pipelined, make_tables)

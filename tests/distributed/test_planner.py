@@ -346,6 +346,12 @@ def test_dense_tables_keep_their_constraints() -> None:
     assert plan["tiny"][:2] == ("data_parallel", "dense")
 
 
+def test_row_wise_on_the_cpu_is_for_tensor_trains_only() -> None:
+    constraints = {"small": ParameterConstraints(sharding_types=["row_wise"])}
+    with pytest.raises(ValueError, match=r"table 'small' is dense and its constraints leave it no .* cpu"):
+        make_plan(constraints=constraints)
+
+
 def test_a_spec_without_a_table_is_named_with_the_near_match() -> None:
     with pytest.raises(ValueError, match=r"names table 'bgi', which the model hasn't; it has .*did you mean 'big'\?"):
         make_plan(compression={"bgi": BIG})

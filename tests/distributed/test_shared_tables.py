@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,18 @@ from test_twin_training import (
     ROWWISE_DECAY,
     SGD,
     SGD_DECAY,
+    position_weights,
     same_outputs,
     same_training,
 )
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import (
+    Model,
     Reference,
     Table,
+    compression,
+    feature_rows,
     full_state,
     make_batch,
     shard,
@@ -29,6 +34,8 @@ from twins import (
     tables_on_two_hosts,
 )
 
+from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, sharding_plan
+from flowtt_torchrec.distributed.gradient_sync import sharing_groups
 from flowtt_torchrec.spec import TTSpec
 
 
@@ -63,6 +70,28 @@ def test_training_equals_plain_autograd(
 ) -> None:
     args = (same_training, optimizer, pooling, weighted, 10, with_dense, shared_tables)
     one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+def sums_and_means(pooling: PoolingType) -> list[Table]:
+    """Two groups of tables in most sharding types, so two kernels each; no feature has row-wise means and others."""
+    means = {"rw2", "cw", "dp", "dense_rw", "dense_tw"}
+    return [dataclasses.replace(t, pooling=PoolingType.MEAN) if t.name in means else t for t in shared_tables()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_beside_means(one_rank: Callable[..., Any], two_ranks: Ranks, world_size: int) -> None:
+    args = (same_training, SGD, PoolingType.SUM, False, 5, True, sums_and_means)
+    one_rank(*args) if world_size == 1 else two_ranks.run(*args)
+
+
+def column_wise_and_others() -> list[Table]:
+    """TorchRec's feature-processed collections have no row-wise tables."""
+    return [table for table in shared_tables() if table.place not in ("rw", "twrw0")]
+
+
+def test_position_weights_get_their_gradient(two_ranks: Ranks) -> None:
+    trained = set().union(*two_ranks.run(position_weights, column_wise_and_others))
+    assert trained == set(feature_rows(column_wise_and_others()))
 
 
 def on_two_hosts(rank: int, world_size: int) -> None:
@@ -196,3 +225,23 @@ def test_tables_with_the_same_ranks_share_a_process_group(four_ranks: Ranks) -> 
     every = [(1, 3), (0, 1, 2), (2, 3), (0, 1, 2, 3), (0, 1)]
     for rank, found in enumerate(four_ranks.run(groups_made)):
         assert found == [ranks for ranks in every if rank in ranks]
+
+
+def part_of_the_job(rank: int, world_size: int) -> None:
+    """Ranks 1 to 3 as a group of their own, whose ranks a plan counts from 0."""
+    group = torch.distributed.new_group([1, 2, 3])
+    if rank == 0:
+        return
+    sharder = TTEmbeddingBagCollectionSharder(compression([ROWS, COLUMNS]))
+    ebc = Model([ROWS, COLUMNS]).ebc
+    plan = {
+        name: generate(ebc.embedding_bags[name].weight, 3, 3, "cpu", sharder)
+        for name, generate in (("rows", sharding_plan.row_wise()), ("columns", sharding_plan.column_wise([0, 1])))
+    }
+    assert sharing_groups({"rows": plan["rows"]}, group) == {"rows": group}
+    with pytest.raises(ValueError, match=r"table 'columns' is shared by ranks \(1, 2\) of a process group"):
+        sharing_groups(plan, group)
+
+
+def test_a_process_group_that_is_a_part_of_the_job(four_ranks: Ranks) -> None:
+    four_ranks.run(part_of_the_job)

@@ -22,6 +22,8 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, EmbeddingEnumerator
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
@@ -67,6 +69,8 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
     (TwRwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (BaseEmbedding.forward, ["self", "features"]),
     (EmbeddingEnumerator.enumerate, ["self", "module", "sharders"]),
+    (GreedyProposer.load, ["self", "search_space", "enumerator"]),
+    (NoopPerfModel.rate, ["self", "plan"]),
     (EmbeddingEnumerator.populate_estimates, ["self", "sharding_options"]),
     (
         Stats.log,
@@ -153,7 +157,8 @@ def test_private_attributes() -> None:
         ),
         (ShardedEmbeddingBagCollection._initialize_torch_state, ["self.embedding_bags", "self.reset_parameters()"]),
         (EmbeddingEnumerator.__init__, ["_last_stored_search_space", "self._constraints", "self._compute_device"]),
-        (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats"]),
+        (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats", "self._perf_model.rate"]),
+        (GreedyProposer.load, ["self._sharding_options_by_fqn"]),
         (ShardingOption.__init__, ["self._tensor"]),
         (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules", "self.grouped_configs", "self._feature_splits"]),
         *(

@@ -187,9 +187,9 @@ def test_training_of_tt_tables_alone_equals_plain_autograd(
     two_ranks.run(same_training, optimizer, pooling, weighted, 10, False)
 
 
-def position_weights(rank: int, world_size: int) -> set[str]:
+def position_weights(rank: int, world_size: int, make_tables: Callable[[], list[Table]] = mixed_tables) -> set[str]:
     """A feature processor's weights, which reach the lookup with a gradient, train as beside the dense twin."""
-    tables = mixed_tables()
+    tables = make_tables()
     kinds = {}
     for dense in (False, True):
         processor = PositionWeightedModuleCollection(dict.fromkeys(feature_rows(tables), 4))

@@ -94,6 +94,16 @@ def test_dry_run_plans_for_a_machine_that_is_not_there(tiny: Path, capsys: pytes
     assert "dry run for 8 ranks on cuda, batch 8 x 25" in output
 
 
+@pytest.mark.parametrize(("memory", "trains"), [("80GB", 0), ("3MB", 1)])
+def test_dry_run_compresses_what_does_not_fit(
+    tiny: Path, capsys: pytest.CaptureFixture[str], memory: str, trains: int
+) -> None:
+    auto = ["--set", "compression.tables=auto", "--set", "compression.rank=4", "--ddr", memory]
+    assert main(["--config", str(tiny), *auto, "--dry-run", "--world-size", "2"]) == 0
+    output = capsys.readouterr().out
+    assert ("customized_kernel" in output) == bool(trains)
+
+
 def test_dry_run_of_a_giant_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     giant = ["--set", "data.generate.scale=395", "--set", "data.generate.max_rows=4000000000", "--ddr", "1GB"]
     assert main(["--config", str(tiny), *giant, "--dry-run", "--world-size", "2"]) == 0

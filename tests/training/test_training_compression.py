@@ -9,6 +9,7 @@ from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.training.compression import choose_specs
 from flowtt_torchrec.training.config import CompressionConfig, TableCompression
 from flowtt_torchrec.training.errors import ConfigError
+from flowtt_torchrec.training.settings import InvalidField
 
 TABLES: list[Any] = [
     SimpleNamespace(name=name, num_embeddings=rows, embedding_dim=8)
@@ -30,6 +31,12 @@ def test_large_tables_are_compressed() -> None:
 def test_all_or_none() -> None:
     assert list(_choose(tables="all")) == ["small", "big", "middle"]
     assert _choose(tables="dense", min_rows=0) == {}
+
+
+def test_auto_leaves_to_the_planner_what_becomes_smaller() -> None:
+    assert list(_choose(tables="auto", rank=32)) == ["big", "middle"]
+    with pytest.raises(InvalidField, match=r"has no meaning with tables=auto"):
+        _choose(tables="auto", budget="1GB")
 
 
 def test_tables_by_name_override_the_rule() -> None:

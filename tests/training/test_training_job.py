@@ -121,6 +121,22 @@ def test_a_killed_job_resumes_with_the_same_losses(finished: tuple[Path, str], t
     assert _scores(tmp_path) == _scores(finished[0])
 
 
+def test_what_the_planner_compressed_stays_compressed(tmp_path: Path) -> None:
+    """A run that continues with more memory keeps the tables as they are."""
+    _prepare(tmp_path)
+    auto = ["--config", "tiny.yaml", "--set", "compression.tables=auto", "--checkpoint-dir", "checkpoints"]
+    auto += ["--limit_train_batches", "4", "--limit_val_batches", "2"]
+    kernels = []
+    for run in (["--ddr", "3MB", "--report-dir", "first"], ["--ddr", "8GB", "--resume", "--report-dir", "second"]):
+        result = run_job([*auto, *run, "--epochs", str(1 + len(kernels))], tmp_path, processes=1)
+        assert result.returncode == 0, result.stdout
+        plan = json.loads((tmp_path / run[-1] / "report.json").read_text())["tables"]
+        kernels.append({table["name"]: table["kernel"] == "customized_kernel" for table in plan})
+    assert any(kernels[0].values())
+    assert not all(kernels[0].values())
+    assert kernels[1] == kernels[0]
+
+
 def test_another_number_of_ranks_continues(finished: tuple[Path, str], tmp_path: Path) -> None:
     more = ["--epochs", "3", "--batch_size", "50", "--report-dir", str(tmp_path), "--resume"]
     result = run_job([*ARGUMENTS, *more], finished[0], processes=1)

@@ -1,0 +1,129 @@
+// Checks of the ops' arguments. For the binding files only: includes torch's stable ABI.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "flowtt/batch.h"
+#include "flowtt/table.h"
+
+namespace flowtt {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Args>
+void check(bool condition, const Args&... message) {
+  if (condition) return;
+  std::ostringstream text;
+  (text << ... << message);
+  throw std::runtime_error(text.str());
+}
+
+inline const char* name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another type";
+  }
+}
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i > 0 ? ", " : "") << tensor.size(i);
+  text << ']';
+  return text.str();
+}
+
+// Where an argument must be. The emulator's device is the CPU.
+enum class Place { kHost, kDevice };
+
+// Checks that an argument is a contiguous tensor of this shape; -1 takes any size.
+inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape,
+                        Place place = Place::kHost) {
+#ifdef FLOWTT_CUDA_EMULATION
+  place = Place::kHost;
+#endif
+  if (place == Place::kHost) {
+    check(tensor.is_cpu(), name, " must be on the CPU");
+  } else {
+    check(tensor.is_cuda(), name, " must be on the GPU");
+  }
+  bool same = tensor.dim() == static_cast<int64_t>(shape.size());
+  std::ostringstream wanted;
+  int64_t i = 0;
+  for (int64_t size : shape) {
+    same = same && (size < 0 || tensor.size(i) == size);
+    wanted << (i++ > 0 ? ", " : "");
+    size < 0 ? wanted << 'n' : wanted << size;
+  }
+  check(same, name, " must have shape [", wanted.str(), "], not ", shape_of(tensor));
+  check(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+inline void check_type(const char* name, const Tensor& tensor, ScalarType type) {
+  check(tensor.scalar_type() == type, name, " must be ", name_of(type), ", not ", name_of(tensor.scalar_type()));
+}
+
+inline Integers integers(const char* name, const Tensor& tensor, Place place = Place::kHost) {
+  check_shape(name, tensor, {-1}, place);
+  const ScalarType type = tensor.scalar_type();
+  check(type == ScalarType::Int || type == ScalarType::Long, name, " must be int32 or int64, not ", name_of(type));
+  return {tensor.const_data_ptr(), type == ScalarType::Long};
+}
+
+inline std::vector<Table> read_tables(const Tensor& tables) {
+  check_shape("tables", tables, {-1, kTableColumns});
+  check_type("tables", tables, ScalarType::Long);
+  std::vector<Table> read;
+  for (int64_t i = 0; i < tables.size(0); ++i) {
+    const Table table = read_table(tables.const_data_ptr<int64_t>() + i * kTableColumns);
+    check(2 <= table.num_cores && table.num_cores <= kMaxCores, "table ", i, " has ", table.num_cores,
+          " cores; allowed: 2 to ", kMaxCores);
+    check(i == 0 || table.table_shift == read[0].table_shift, "tables differ in their table shift");
+    read.push_back(table);
+  }
+  check(!read.empty(), "tables must have at least one row");
+  return read;
+}
+
+// Reads the features and the size of the batch, not the offsets.
+inline Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t num_lookups, size_t num_tables,
+                        Place place = Place::kHost) {
+  check_shape("features", features, {-1, kFeatureColumns});
+  check_type("features", features, ScalarType::Long);
+  const int64_t num_features = features.size(0), bags = offsets.numel() - 1;
+  check(num_features > 0, "features must have at least one row");
+  const Integers starts = integers("offsets", offsets, place);
+  check(bags >= 0 && bags % num_features == 0, "offsets has ", offsets.numel(), " entries; ", num_features,
+        " features need ", num_features, " * batch_size + 1");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  check(num_lookups < kMost && bags < kMost, "a batch of ", num_lookups, " lookups in ", bags,
+        " bags is too large; allowed are fewer than ", kMost, " of each: split the batch");
+  const Batch batch{num_features, bags / num_features, num_lookups, features.const_data_ptr<int64_t>(), starts};
+  for (int64_t feature = 0; feature < num_features; ++feature) {
+    const int64_t table = batch.table(feature);
+    check(0 <= table && table < static_cast<int64_t>(num_tables), "feature ", feature, " names table ", table,
+          "; allowed: 0 to ", num_tables - 1);
+  }
+  return batch;
+}
+
+}  // namespace flowtt

@@ -1,0 +1,321 @@
+// The CUDA kernels behind the ops. Of torch, only the stable ABI. Compiled by the C++ compiler, not by nvcc.
+//
+// The emulator's build of this file, for tests, defines the same ops for CPU tensors in a namespace of its own.
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+#include "cuda/launch.h"
+#include "schemas.h"
+
+#ifdef FLOWTT_CUDA_EMULATION
+#include "cuda_emulation.h"
+#define FLOWTT_LIBRARY flowtt_emulated
+#define FLOWTT_KEY CPU
+#else
+#define FLOWTT_LIBRARY flowtt
+#define FLOWTT_KEY CUDA
+#endif
+
+namespace flowtt {
+namespace {
+
+std::atomic<bool> deterministic{false}, by_work{true}, steal{true};
+
+#ifdef FLOWTT_CUDA_EMULATION
+struct Device {
+  explicit Device(const Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+};
+#else
+// The tensor's device and its current stream, for as long as this object lives.
+class Device {
+ public:
+  explicit Device(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}
+
+  // torch's function for it is in libtorch_cuda.so, which a CPU-only torch does not have: hence by name.
+  cudaStream_t stream() const {
+    using Function = AOTITorchError (*)(int32_t, void**);
+    static const auto function = [] {
+      void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return library == nullptr ? nullptr
+                                : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    }();
+    check(function != nullptr, "this torch has no CUDA support; install a CUDA build of torch");
+    void* stream = nullptr;
+    check(function(index_, &stream) == 0, "torch does not say what the current CUDA stream is");
+    return static_cast<cudaStream_t>(stream);
+  }
+
+ private:
+  int32_t index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+#endif
+
+// Tells the emulator's checker which memory the kernels may use.
+class Registered {
+ public:
+  void add([[maybe_unused]] const char* name, [[maybe_unused]] const Tensor& tensor,
+           [[maybe_unused]] bool initialised = true) {
+#ifdef FLOWTT_CUDA_EMULATION
+    const size_t bytes = static_cast<size_t>(tensor.numel()) * tensor.element_size();
+    cuda_emulation::register_buffer(tensor.data_ptr(), bytes, name, initialised);
+    if (!initialised) std::memset(tensor.data_ptr(), 0xff, bytes);
+    data_.push_back(tensor.data_ptr());
+  }
+  Registered() = default;
+  Registered(const Registered&) = delete;
+  ~Registered() {
+    for (const void* data : data_) cuda_emulation::unregister_buffer(data);
+  }
+
+ private:
+  std::vector<const void*> data_;
+#else
+  }
+#endif
+};
+
+// Device memory that lives as long as the op; torch's allocator then keeps it for this stream.
+class Workspace {
+ public:
+  Workspace(const Tensor& like, cudaStream_t stream) : like_(like), stream_(stream) {}
+
+  cuda::Context context() {
+    return {[this](const char* name, size_t bytes) {
+              tensors_.push_back(torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+              registered_.add(name, tensors_.back(), false);
+              return tensors_.back().data_ptr();
+            },
+            stream_,
+            {by_work, steal}};
+  }
+
+ private:
+  const Tensor& like_;
+  cudaStream_t stream_;
+  Registered registered_;
+  std::vector<Tensor> tensors_;
+};
+
+constexpr Place kDevice = Place::kDevice;
+
+cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const Tensor& offsets, int64_t num_lookups,
+                           int64_t total_dim) {
+  std::vector<Table> described = read_tables(tables);
+  const Batch batch = read_batch(features, offsets, num_lookups, described.size(), kDevice);
+  for (int64_t feature = 0; total_dim > 0 && feature < batch.num_features; ++feature) {
+    const int64_t end = batch.column(feature) + described[static_cast<size_t>(batch.table(feature))].dim;
+    check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
+          " of an output of ", total_dim);
+  }
+  return {std::move(described), batch.features,           batch.num_features,   batch.batch_size,
+          num_lookups,          offsets.const_data_ptr(), batch.offsets.wide(), total_dim};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
+                                                                     Tensor indices, Tensor offsets, int64_t flow,
+                                                                     int64_t bounds_check_mode) {
+  check_shape("table_names", table_names, {-1});
+  const Integers rows = integers("indices", indices, kDevice);
+  const int64_t n = indices.numel();
+  const cuda::HostBatch batch = host_batch(tables, features, offsets, n, 0);
+  check(0 <= flow && flow <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", flow);
+  check(0 <= bounds_check_mode && bounds_check_mode <= 2,
+        "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
+  const Device device(indices);
+  Registered registered;
+  registered.add("indices", indices);
+  registered.add("offsets", offsets);
+  const auto make = [&](const char* name, int64_t size, ScalarType type) {
+    Tensor tensor = torch::stable::new_empty(indices, {size}, type);
+    registered.add(name, tensor, false);
+    return tensor;
+  };
+  Tensor lookups = make("lookups", n, ScalarType::Int), bags = make("bags", n, ScalarType::Int);
+  Tensor row_keys = make("row_keys", n, ScalarType::Long);
+  Tensor row_starts = make("row_starts", n + 1, ScalarType::Int);
+  Tensor flow_starts = make("flow_starts", n + 1, ScalarType::Int);
+  Tensor counts = make("counts", 4, ScalarType::Long);
+  const FlowPlanBuffers buffers{
+      static_cast<int32_t*>(lookups.mutable_data_ptr()), static_cast<int32_t*>(bags.mutable_data_ptr()),
+      static_cast<int64_t*>(row_keys.mutable_data_ptr()), static_cast<int32_t*>(row_starts.mutable_data_ptr()),
+      static_cast<int32_t*>(flow_starts.mutable_data_ptr())};
+  Workspace workspace(indices, device.stream());
+  cuda::make_flow_plan(batch, indices.const_data_ptr(), rows.wide(), static_cast<Flow>(flow),
+                       static_cast<BoundsCheckMode>(bounds_check_mode), buffers,
+                       static_cast<int64_t*>(counts.mutable_data_ptr()), workspace.context());
+  return {lookups, bags, row_keys, row_starts, flow_starts, counts};
+}
+
+// The arguments that forward and backward share, checked and as pointers.
+struct Problem {
+  Problem(const Tensor& weights, const Tensor& tables, const Tensor& features, const Tensor& offsets,
+          const Tensor& lookups, const Tensor& bags, const Tensor& row_keys, const Tensor& row_starts,
+          const Tensor& flow_starts, const Tensor& counts, const std::optional<Tensor>& factors, int64_t total_dim,
+          int64_t pooling_mode)
+      : batch(host_batch(tables, features, offsets, lookups.numel(), total_dim)) {
+    const int64_t n = lookups.numel();
+    integer("lookups", lookups, n, ScalarType::Int);
+    integer("bags", bags, n, ScalarType::Int);
+    integer("row_keys", row_keys, n, ScalarType::Long);
+    integer("row_starts", row_starts, n + 1, ScalarType::Int);
+    integer("flow_starts", flow_starts, n + 1, ScalarType::Int);
+    integer("counts", counts, 4, ScalarType::Long);
+    registered.add("offsets", offsets);
+    plan = {static_cast<const int32_t*>(lookups.const_data_ptr()),
+            static_cast<const int32_t*>(bags.const_data_ptr()),
+            static_cast<const int64_t*>(row_keys.const_data_ptr()),
+            static_cast<const int32_t*>(row_starts.const_data_ptr()),
+            static_cast<const int32_t*>(flow_starts.const_data_ptr()),
+            static_cast<const int64_t*>(counts.const_data_ptr())};
+    check(0 <= pooling_mode && pooling_mode <= 1, "pooling_mode must be 0 (sum) or 1 (mean), not ", pooling_mode);
+    int64_t parameters = 0;
+    for (const Table& table : batch.tables) {
+      for (int k = 0; k < table.num_cores; ++k) {
+        parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
+      }
+    }
+    floats("weights", weights, {parameters});
+    check(reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % 16 == 0,
+          "weights must start at a multiple of 16 bytes; a view into the middle of another tensor may not: clone it");
+    weighted = factors.has_value();
+    if (weighted) floats("per_sample_weights", *factors, {n});
+    pooling = {factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr,
+               static_cast<PoolingMode>(pooling_mode)};
+  }
+
+  void floats(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
+    check(tensor.scalar_type() == ScalarType::Float, name, " must be float32 on the GPU, not ",
+          name_of(tensor.scalar_type()), "; other types run on the CPU");
+    check_shape(name, tensor, shape, kDevice);
+    registered.add(name, tensor);
+  }
+
+  void integer(const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
+    check_type(name, tensor, type);
+    check_shape(name, tensor, {size}, kDevice);
+    registered.add(name, tensor);
+  }
+
+  Registered registered;
+  cuda::HostBatch batch;
+  cuda::PlanPointers plan;
+  cuda::PoolingArguments pooling;
+  bool weighted;
+};
+
+Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
+                      Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts,
+                      std::optional<Tensor> per_sample_weights, int64_t total_dim, int64_t pooling_mode) {
+  Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
+                  per_sample_weights, total_dim, pooling_mode);
+  const Device device(weights);
+  Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim});
+  problem.registered.add("output", output, false);
+  Workspace workspace(weights, device.stream());
+  cuda::pooled_forward(problem.batch, problem.plan, static_cast<const float*>(weights.const_data_ptr()),
+                       problem.pooling, static_cast<float*>(output.mutable_data_ptr()), workspace.context());
+  return output;
+}
+
+// Checks what only backward has, and makes the gradient of the per-sample weights.
+cuda::BackwardTargets backward_targets(Problem& problem, const Tensor& grad_output, const Tensor& grad_factors,
+                                       bool per_sample_weights_grad) {
+  problem.floats("grad_output", grad_output, {problem.batch.batch_size, problem.batch.total_dim});
+  check(!per_sample_weights_grad || problem.weighted,
+        "per_sample_weights_grad asks for the gradient of per_sample_weights, but there are none");
+  problem.registered.add("gradient of per_sample_weights", grad_factors, false);
+  return {static_cast<const float*>(grad_output.const_data_ptr()),
+          per_sample_weights_grad ? static_cast<float*>(grad_factors.mutable_data_ptr()) : nullptr, deterministic};
+}
+
+std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features,
+                                           Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                                           Tensor row_starts, Tensor flow_starts, Tensor counts,
+                                           std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+                                           bool per_sample_weights_grad) {
+  Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
+                  per_sample_weights, grad_output.size(1), pooling_mode);
+  const Device device(weights);
+  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
+  Tensor grad_weights = torch::stable::new_empty(weights, weights.sizes());
+  problem.registered.add("gradient of the weights", grad_weights, false);
+  Workspace workspace(weights, device.stream());
+  cuda::pooled_backward(problem.batch, problem.plan, static_cast<const float*>(weights.const_data_ptr()),
+                        problem.pooling, targets, static_cast<float*>(grad_weights.mutable_data_ptr()),
+                        workspace.context());
+  return {grad_weights, grad_factors};
+}
+
+Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1, Tensor tables,
+                              Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                              Tensor row_starts, Tensor flow_starts, Tensor counts,
+                              std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+                              bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
+                              double weight_decay) {
+  Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
+                  per_sample_weights, grad_output.size(1), pooling_mode);
+  check(0 <= optimizer && optimizer <= 2, "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ",
+        optimizer);
+  const auto kind = static_cast<Optimizer>(optimizer);
+  check(momentum1.has_value() == (kind != Optimizer::kSgd), "momentum1 must be given for Adagrad, and only for it");
+  if (momentum1) {
+    int64_t slices = 0;
+    for (const Table& table : problem.batch.tables) {
+      for (int k = 0; k < table.num_cores; ++k) slices = std::max(slices, table.slice_offset[k] + table.p[k]);
+    }
+    problem.floats("momentum1", *momentum1, {kind == Optimizer::kAdagrad ? weights.numel() : slices});
+  }
+  const Device device(weights);
+  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
+  const cuda::Update update{kind, static_cast<float>(learning_rate), static_cast<float>(eps),
+                            static_cast<float>(weight_decay),
+                            momentum1 ? static_cast<float*>(momentum1->mutable_data_ptr()) : nullptr};
+  Workspace workspace(weights, device.stream());
+  cuda::pooled_backward_update(problem.batch, problem.plan, static_cast<float*>(weights.mutable_data_ptr()),
+                               problem.pooling, targets, update, workspace.context());
+  return grad_factors;
+}
+
+std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward, int64_t shared_limit) {
+  const cuda::LaunchSize size = cuda::launch_size(read_tables(tables), backward, static_cast<size_t>(shared_limit));
+  return {size.tile_rows, static_cast<int64_t>(size.shared_bytes), size.slab};
+}
+
+void use_deterministic_cuda(bool on) { deterministic = on; }
+
+void use_cuda_mapping(bool shares_by_work, bool steals) {
+  by_work = shares_by_work;
+  steal = steals;
+}
+
+}  // namespace
+}  // namespace flowtt
+
+#ifdef FLOWTT_CUDA_EMULATION
+STABLE_TORCH_LIBRARY(flowtt_emulated, m) { flowtt::define_ops(m); }
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
+  m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));
+  m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));
+  m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward));
+  m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
+  m.impl("use_cuda_mapping", TORCH_BOX(&flowtt::use_cuda_mapping));
+  m.impl("use_deterministic_cuda", TORCH_BOX(&flowtt::use_deterministic_cuda));
+}

@@ -1,0 +1,148 @@
+#include "cuda/setting.h"
+#include "flowtt/backward.cuh"
+#include "flowtt/fixed_point.cuh"
+#include "flowtt/row_gradients.cuh"
+#include "flowtt/update.cuh"
+
+namespace flowtt::cuda {
+namespace {
+
+// What the gradients of rows lead to.
+struct Backward {
+  const Setting& setting;
+  const DeviceBatch& batch;
+  const DevicePlan& plan;
+  const float* weights;
+  const float* row_gradients;
+  const Context& context;
+
+  template <class Sum, int SLAB>
+  void launch(const Sum& sum) const {
+    const auto kernel = backward_cores<Sum, SLAB>;
+    const unsigned grid = persistent_grid(kernel, setting, batch.num_lookups);
+    const Schedule schedule = share(setting, plan, grid, context);
+    const BackwardArguments<Sum> arguments{batch,   plan,          schedule,           setting.sizes,
+                                           weights, row_gradients, setting.row_stride, sum};
+    check(FLOWTT_LAUNCH(kernel, grid, kThreads, setting.shared_bytes, context.stream, arguments), "backward_cores");
+  }
+
+  template <class Sum>
+  void add_to(const Sum& sum) const {
+    setting.slab == kSmallSlab ? launch<Sum, kSmallSlab>(sum) : launch<Sum, kLargeSlab>(sum);
+  }
+
+  // A sum of zeros, in units that suit this batch.
+  FixedSum fixed_sum() const {
+    auto* const data = allocate<unsigned long long>(context, "fixed-point gradients", setting.num_parameters);
+    auto* const largest = allocate<unsigned>(context, "largest", 2);
+    auto* const scale = allocate<float>(context, "scale", 2);
+    check(cudaMemsetAsync(data, 0, static_cast<size_t>(setting.num_parameters) * sizeof *data, context.stream),
+          "memset");
+    check(cudaMemsetAsync(largest, 0, 2 * sizeof *largest, context.stream), "memset");
+    const auto grid = static_cast<unsigned>(4 * multiprocessors());
+    check(FLOWTT_LAUNCH(largest_weight, grid, kThreads, 0, context.stream, weights, setting.num_parameters, largest),
+          "largest_weight");
+    check(FLOWTT_LAUNCH(largest_row_gradient, grid, kThreads, 0, context.stream, batch, plan, row_gradients,
+                        setting.row_stride, largest + 1),
+          "largest_row_gradient");
+    int path_bits = 0, factors = 0;
+    for (const DeviceTable& table : setting.tables) {
+      int64_t paths = table.dim;
+      for (int k = 1; k < table.num_cores; ++k) paths *= table.r[k];
+      path_bits = std::max(path_bits, bits_for(paths));
+      factors = std::max(factors, table.num_cores - 1);
+    }
+    check(FLOWTT_LAUNCH(choose_scale, 1, 1, 0, context.stream, largest, plan, path_bits, factors, scale),
+          "choose_scale");
+    return {data, scale};
+  }
+};
+
+// Gradients of the distinct rows, and of the per-sample weights if asked for.
+const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, const DevicePlan& plan,
+                           const float* weights, const Setting& setting, const PoolingArguments& pooling,
+                           const BackwardTargets& targets, const Context& context) {
+  const int64_t n = batch.num_lookups, spans = (n + 31) / 32;
+  const int32_t* const row_of_lookup = number_lookups(plan, n, context);
+  if (targets.grad_factors != nullptr) {
+    const Setting forward = choose_setting(batch.tables, Direction::kForward, shared_limit());
+    const DeviceBatch described = upload(batch, forward.tables, context);
+    const float* const rows = make_rows(forward, described, plan, weights, context);
+    check(FLOWTT_LAUNCH(factor_gradients, blocks_for(n, kWarps), kThreads, 0, context.stream, device, plan,
+                        device_pooling(pooling), row_of_lookup, rows, setting.row_stride, targets.grad_output,
+                        targets.grad_factors),
+          "factor_gradients");
+  }
+  auto* const sums = allocate<float>(context, "row gradients", n * setting.row_stride);
+  auto* const carries = allocate<float>(context, "carries", spans * setting.row_stride);
+  const RowGradientArguments arguments{device, plan,    device_pooling(pooling), row_of_lookup, targets.grad_output,
+                                       sums,   carries, setting.row_stride};
+  const unsigned grid = blocks_for(spans, kWarps);
+  check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context.stream, arguments), "sum_row_gradients");
+  check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context.stream, arguments), "add_carries");
+  return sums;
+}
+
+template <class Sum>
+void step(const Backward& backward, const Sum& sum, float* weights, const Update& update) {
+  const Setting& setting = backward.setting;
+  const cudaStream_t stream = backward.context.stream;
+  auto* const touched = allocate<uint8_t>(backward.context, "touched slices", setting.num_slices);
+  check(cudaMemsetAsync(touched, 0, static_cast<size_t>(setting.num_slices), stream), "memset");
+  check(FLOWTT_LAUNCH(mark_touched, blocks_for(backward.batch.num_lookups), kThreads, 0, stream, backward.batch,
+                      backward.plan, touched),
+        "mark_touched");
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(setting.num_slices, 8 * multiprocessors()));
+  const UpdateRule rule{update.optimizer, update.learning_rate, update.eps, update.weight_decay};
+  check(FLOWTT_LAUNCH(update_slices<Sum>, grid, kThreads, update_shared_bytes(), stream, backward.batch, touched,
+                      setting.num_slices, sum, rule, weights, update.momentum),
+        "update_slices");
+}
+
+}  // namespace
+
+size_t backward_shared_bytes(const SharedSizes& sizes) { return BackwardShared(sizes).bytes; }
+
+void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+                     const PoolingArguments& pooling, const BackwardTargets& targets, float* grad_weights,
+                     const Context& context) {
+  const Setting setting = choose_setting(batch.tables, Direction::kBackward, shared_limit());
+  const auto bytes = static_cast<size_t>(setting.num_parameters) * sizeof(float);
+  if (batch.num_lookups == 0 || !targets.deterministic) {
+    check(cudaMemsetAsync(grad_weights, 0, bytes, context.stream), "memset");
+  }
+  if (batch.num_lookups == 0) return;
+  const DeviceBatch device = upload(batch, setting.tables, context);
+  const DevicePlan on_device = device_plan(plan);
+  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const Backward backward{setting, device, on_device, weights, sums, context};
+  if (!targets.deterministic) return backward.add_to(FloatSum{grad_weights});
+  const FixedSum sum = backward.fixed_sum();
+  backward.add_to(sum);
+  check(FLOWTT_LAUNCH(to_floats, static_cast<unsigned>(4 * multiprocessors()), kThreads, 0, context.stream, sum,
+                      setting.num_parameters, grad_weights),
+        "to_floats");
+}
+
+void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, float* weights,
+                            const PoolingArguments& pooling, const BackwardTargets& targets, const Update& update,
+                            const Context& context) {
+  if (batch.num_lookups == 0) return;
+  const Setting setting = choose_setting(batch.tables, Direction::kBackward, shared_limit());
+  const DeviceBatch device = upload(batch, setting.tables, context);
+  const DevicePlan on_device = device_plan(plan);
+  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const Backward backward{setting, device, on_device, weights, sums, context};
+  if (targets.deterministic) {
+    const FixedSum sum = backward.fixed_sum();
+    backward.add_to(sum);
+    return step(backward, sum, weights, update);
+  }
+  const FloatSum sum{allocate<float>(context, "gradients", setting.num_parameters)};
+  check(cudaMemsetAsync(sum.data, 0, static_cast<size_t>(setting.num_parameters) * sizeof(float), context.stream),
+        "memset");
+  backward.add_to(sum);
+  step(backward, sum, weights, update);
+}
+
+}  // namespace flowtt::cuda

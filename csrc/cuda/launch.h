@@ -1,0 +1,91 @@
+// The CUDA ops without torch: device pointers, what the host knows of the batch, a stream.
+//
+// Nothing here waits for the device, and no launch depends on a number that only the device knows: every sequence can
+// be captured in a CUDA graph. Errors are std::runtime_error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "flowtt/plan.h"
+#include "flowtt/table.h"
+
+namespace flowtt::cuda {
+
+struct HostBatch {
+  std::vector<Table> tables;
+  const int64_t* features;  // on the host, [num_features, kFeatureColumns]
+  int64_t num_features, batch_size, num_lookups;
+  const void* offsets;  // on the device, [num_features * batch_size + 1]
+  bool wide_offsets;    // int64
+  int64_t total_dim;    // of the output
+};
+
+// Who works on which tiles: for ablations. Results do not depend on it.
+struct Mapping {
+  bool by_work = true;  // shares of equal work, else of equal numbers of rows
+  bool steal = true;    // blocks without work take some of others'
+};
+
+struct Context {
+  std::function<void*(const char* name, size_t bytes)> allocate;  // device memory that lives as long as the op
+  cudaStream_t stream;
+  Mapping mapping;
+};
+
+struct PlanPointers {
+  const int32_t *lookups, *bags;
+  const int64_t* row_keys;
+  const int32_t *row_starts, *flow_starts;
+  const int64_t* counts;  // on the device, unlike FlowPlan's numbers
+};
+
+struct PoolingArguments {
+  const float* factors;  // per-sample weights [num_lookups], or null
+  PoolingMode mode;
+};
+
+struct BackwardTargets {
+  const float* grad_output;  // [batch_size, total_dim]
+  float* grad_factors;       // [num_lookups], or null
+  bool deterministic;
+};
+
+struct Update {
+  Optimizer optimizer;
+  float learning_rate, eps, weight_decay;
+  float* momentum;  // of each parameter or slice, or null
+};
+
+// Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions
+// do.
+void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indices, Flow flow, BoundsCheckMode mode,
+                    const FlowPlanBuffers& plan, int64_t* counts, const Context& context);
+
+// output [batch_size, total_dim]
+void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+                    const PoolingArguments& pooling, float* output, const Context& context);
+
+// grad_weights: like the weights
+void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+                     const PoolingArguments& pooling, const BackwardTargets& targets, float* grad_weights,
+                     const Context& context);
+
+// Steps the optimizer on `weights` in place.
+void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, float* weights,
+                            const PoolingArguments& pooling, const BackwardTargets& targets, const Update& update,
+                            const Context& context);
+
+struct LaunchSize {
+  int tile_rows;
+  size_t shared_bytes;  // of a block
+  int slab;             // elements of a middle slice that a block works on at a time, at most
+};
+
+// How forward or backward of these tables is launched on a device with this much shared memory a block.
+LaunchSize launch_size(const std::vector<Table>& tables, bool backward, size_t shared_limit);
+
+}  // namespace flowtt::cuda

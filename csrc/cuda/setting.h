@@ -1,0 +1,94 @@
+// What launches have in common: descriptors on the device, sizes of grids and of shared memory.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/launch.h"
+#include "flowtt/device_batch.cuh"
+
+namespace flowtt::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("flowtt: ") + what + ": " + cudaGetErrorString(error));
+}
+
+inline unsigned blocks_for(int64_t items, int64_t each = kThreads) {
+  return static_cast<unsigned>((items + each - 1) / each);
+}
+
+template <class T>
+T* allocate(const Context& context, const char* name, int64_t count) {
+  return static_cast<T*>(context.allocate(name, static_cast<size_t>(count) * sizeof(T)));
+}
+
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+// The most shared memory that a block may have.
+inline size_t shared_limit() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return static_cast<size_t>(bytes);
+}
+
+// How the tables of a batch are worked on: the same for forward and backward of equal tables.
+struct Setting {
+  std::vector<DeviceTable> tables;
+  SharedSizes sizes;
+  size_t shared_bytes;
+  int tile_rows;
+  int slab;        // kSmallSlab or kLargeSlab
+  int row_stride;  // of rows and of their gradients
+  int64_t num_parameters, num_slices;
+  int row_cost, flow_cost;
+};
+
+enum class Direction { kForward, kBackward };
+
+Setting choose_setting(const std::vector<Table>& tables, Direction direction, size_t limit);
+
+// Descriptors on the device, and the rest of what kernels know of a batch.
+DeviceBatch upload(const HostBatch& batch, const std::vector<DeviceTable>& tables, const Context& context);
+
+// Blocks that fit on the device at once, and shares of the tiles for them.
+template <class Kernel>
+unsigned persistent_grid(Kernel kernel, const Setting& setting, int64_t num_rows) {
+  int each = 0;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(setting.shared_bytes)),
+        "cudaFuncSetAttribute");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, function, kThreads, setting.shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  const int64_t tiles = (num_rows + setting.tile_rows - 1) / setting.tile_rows;
+  return static_cast<unsigned>(std::min<int64_t>(int64_t{multiprocessors()} * std::max(each, 1), tiles));
+}
+
+Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, const Context& context);
+
+// Distinct row of every lookup.
+int32_t* number_lookups(const DevicePlan& plan, int64_t num_lookups, const Context& context);
+
+size_t forward_shared_bytes(const SharedSizes& sizes);
+size_t backward_shared_bytes(const SharedSizes& sizes);
+
+// The distinct rows [num_lookups at most, row_stride].
+float* make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& plan, const float* weights,
+                 const Context& context);
+
+inline DevicePlan device_plan(const PlanPointers& plan) {
+  return {plan.lookups, plan.bags, plan.row_keys, plan.row_starts, plan.flow_starts, plan.counts};
+}
+
+inline Pooling device_pooling(const PoolingArguments& pooling) {
+  return {pooling.factors, pooling.mode == PoolingMode::kMean};
+}
+
+}  // namespace flowtt::cuda

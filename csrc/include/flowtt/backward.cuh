@@ -1,0 +1,353 @@
+// Core gradients from the gradients of rows.
+//   a row              dlast = C^T dE,  dC += dE last^T
+//   a batch of flows   dleft = dC owner^T,  downer += left^T dC
+// The owner's gradient stays in registers for as long as the block stays with one slice, which key order makes long.
+#pragma once
+
+#include <type_traits>
+
+#include "flowtt/gradient_sum.cuh"
+#include "flowtt/products.cuh"
+#include "flowtt/schedule.cuh"
+
+namespace flowtt {
+
+struct BackwardShared {
+  int tile, word, left, owner, c, last, row, left_gradient;
+  size_t bytes;
+  __host__ __device__ explicit BackwardShared(const SharedSizes& sizes) {
+    SharedPlan plan;
+    tile = plan.take<Tile>(1);
+    word = plan.take<int>(1);
+    left = plan.take<float>(sizes.left);
+    owner = plan.take<float>(sizes.owner);
+    c = plan.take<float>(sizes.c);  // C, then dC
+    last = plan.take<float>(sizes.last);
+    row = plan.take<float>(sizes.row);
+    left_gradient = plan.take<float>(sizes.left_gradient);
+    bytes = plan.bytes();
+  }
+};
+
+template <class Sum>
+struct BackwardArguments {
+  DeviceBatch batch;
+  DevicePlan plan;
+  Schedule schedule;
+  SharedSizes sizes;
+  const float* weights;
+  const float* row_gradients;  // [distinct rows, row_stride]
+  int row_stride;
+  Sum gradients;  // like the weights
+};
+
+// The gradients of the tile's rows [begin, end).
+__device__ __forceinline__ void load_row_gradients(const DeviceTable& table, const Tile& tile, int begin, int end,
+                                                   const float* row_gradients, int row_stride, float* to) {
+  const bool aligned = table.last_q % 4 == 0 && row_stride % 4 == 0;
+  const int width = aligned ? 4 : 1, each = table.dim / width;
+  for (int i = threadIdx.x; i < (end - begin) * each; i += kThreads) {
+    const int row = begin + i / each, column = i % each * width;
+    const float* const from = row_gradients + int64_t{tile.first + row} * row_stride + column;
+    float* const at = to + row * table.row_pitch;
+    if (aligned) {
+      __pipeline_memcpy_async(at + column, from, 16);
+    } else {
+      __pipeline_memcpy_async(at + column / table.last_q * table.last_q4 + column % table.last_q, from, 4);
+    }
+  }
+  const int pads = table.last_q4 - table.last_q, height = table.left_rows * table.owner_q;
+  for (int i = threadIdx.x; pads > 0 && i < (end - begin) * height * pads; i += kThreads) {
+    const int row = begin + i / (height * pads), m = i / pads % height;
+    to[row * table.row_pitch + m * table.last_q4 + table.last_q + i % pads] = 0.f;
+  }
+}
+
+// dlast = C^T dE. A thread makes four rows, rank4 / 4 apart, by four columns: neighbouring lanes then read neighbouring
+// words, and write neighbouring float4.
+template <class Sum>
+__device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
+                                               int end, int first_flow, const float* c, const float* row,
+                                               const Sum& gradients) {
+  const int steps = table.rank4 / 4, quads = table.last_q4 / 4;
+  for (int item = threadIdx.x; item < (end - begin) * steps * quads; item += kThreads) {
+    const int u = begin + item / (steps * quads), h = item % quads * 4, k = item / quads % steps;
+    const float* const product = c + (tile.row_flow[u] - first_flow) * table.left_rows * table.slab_pitch + k;
+    const float* const gradient = row + u * table.row_pitch + slab.first_q * table.last_q4 + h;
+    float4 sum[4] = {};
+    for (int m = 0; m < table.left_rows; ++m) {
+#pragma unroll 2
+      for (int j = 0; j < slab.num_q; ++j) {
+        const float4 e = load4(gradient + (m * table.owner_q + j) * table.last_q4);
+        const float* const from = product + m * table.slab_pitch + j * table.rank_pitch;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fma4(sum[i], from[i * steps], e);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = k + i * steps;
+      if (r >= table.rank) continue;
+      const int64_t to = tile.row_last[u] + r * table.last_q + h;
+      if (table.aligned) {
+        gradients.add4(to, sum[i]);
+      } else {
+        const float values[4] = {sum[i].x, sum[i].y, sum[i].z, sum[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (h + j < table.last_q) gradients.add(to + j, values[j]);
+        }
+      }
+    }
+  }
+}
+
+// dC = sum over the flow's rows in this tile of dE last^T, in place of C.
+__device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
+                                                  int end, float* c, const float* last, const float* row) {
+  const int steps = table.rank4 / 4, height = table.left_rows * slab.num_q;
+  for (int item = threadIdx.x; item < (end - begin) * height * steps; item += kThreads) {
+    const int flow = item / (height * steps), k = item % steps, m = item / steps % height;
+    const int left_row = m / slab.num_q, j = m % slab.num_q;
+    const int gradient_row = (left_row * table.owner_q + slab.first_q + j) * table.last_q4;
+    float sum[4] = {};
+    for (int u = tile.flow_first[begin + flow]; u < tile.flow_first[begin + flow + 1]; ++u) {
+      const float* const gradient = row + u * table.row_pitch + gradient_row;
+      const float* const d = last + u * table.last_pitch + k * table.last_q4;
+      for (int h = 0; h < table.last_q4; h += 4) {
+        const float4 e = load4(gradient + h);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dot4(sum[i], e, load4(d + i * steps * table.last_q4 + h));
+      }
+    }
+    float* const to = c + (flow * table.left_rows + left_row) * table.slab_pitch + j * table.rank_pitch + k;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i * steps] = sum[i];
+  }
+}
+
+// dleft = dC owner^T, given to put(row of the stacked left factors, column, value).
+template <int TM, class Put>
+__device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab slab, const float* c, const float* owner,
+                                               int rows, const Put& put) {
+  const int steps = table.left_rank4 / 4, groups = (rows + TM - 1) / TM;
+  for (int item = threadIdx.x; item < groups * steps; item += kThreads) {
+    const int group = item / steps, k = item % steps;
+    const float* a[TM];
+#pragma unroll
+    for (int i = 0; i < TM; ++i) a[i] = c + min(group + i * groups, rows - 1) * table.slab_pitch;
+    float sum[TM][4] = {};
+    for (int j = 0; j < slab.num_q; ++j) {
+#pragma unroll 1
+      for (int r = j * table.rank_pitch; r < j * table.rank_pitch + table.rank4; r += 4) {
+        float4 b[4];
+#pragma unroll
+        for (int l = 0; l < 4; ++l) b[l] = load4(owner + (k + l * steps) * table.slab_pitch + r);
+#pragma unroll
+        for (int i = 0; i < TM; ++i) {
+          const float4 x = load4(a[i] + r);
+#pragma unroll
+          for (int l = 0; l < 4; ++l) dot4(sum[i][l], x, b[l]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+      if (group + i * groups >= rows) continue;
+#pragma unroll
+      for (int l = 0; l < 4; ++l) {
+        if (k + l * steps < table.left_rank) put(group + i * groups, k + l * steps, sum[i][l]);
+      }
+    }
+  }
+}
+
+// Four cores: from the gradient of left = G_1 * G_2 to those of G_1 and G_2.
+template <class Sum>
+__device__ __forceinline__ void split_left_gradients(const DeviceTable& table, const Tile& tile, int begin, int end,
+                                                     const float* weights, const float* left_gradient,
+                                                     const Sum& gradients) {
+  const int q1 = table.q[0], q2 = table.q[1], r1 = table.r[1], r2 = table.left_rank;
+  for (int i = threadIdx.x; i < (end - begin) * q1 * r1; i += kThreads) {
+    const int flow = i / (q1 * r1), m = i / r1 % q1, k = i % r1;
+    const float* const second = weights + tile.flow_left[1][begin + flow] + k * q2 * r2;
+    float sum = 0.f;
+    for (int j = 0; j < q2; ++j) {
+      const float* const gradient = left_gradient + (flow * table.left_rows + m * q2 + j) * table.left_pitch;
+      for (int r = 0; r < r2; ++r) sum += gradient[r] * __ldg(second + j * r2 + r);
+    }
+    gradients.add(tile.flow_left[0][begin + flow] + m * r1 + k, sum);
+  }
+  for (int i = threadIdx.x; i < (end - begin) * r1 * q2 * r2; i += kThreads) {
+    const int flow = i / (r1 * q2 * r2), k = i / (q2 * r2) % r1, j = i / r2 % q2, r = i % r2;
+    const float* const first = weights + tile.flow_left[0][begin + flow] + k;
+    float sum = 0.f;
+    for (int m = 0; m < q1; ++m) {
+      sum += __ldg(first + m * r1) * left_gradient[(flow * table.left_rows + m * q2 + j) * table.left_pitch + r];
+    }
+    gradients.add(tile.flow_left[1][begin + flow] + (k * q2 + j) * r2 + r, sum);
+  }
+}
+
+// downer of one slab: TILES tiles of 4 x 4 a thread, in registers.
+template <int TILES>
+class OwnerGradient {
+ public:
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum_[t][i] = float4{};
+    }
+  }
+
+  // += left^T dC
+  __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, const float* left, const float* c,
+                                      int rows) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const Place place(table, slab, t);
+      if (!place.valid) continue;
+#pragma unroll 2
+      for (int m = 0; m < rows; ++m) {
+        const float4 a = load4(left + m * table.left_pitch + place.k);
+        const float4 b = load4(c + m * table.slab_pitch + place.j * table.rank_pitch + place.r);
+        fma4(sum_[t][0], a.x, b);
+        fma4(sum_[t][1], a.y, b);
+        fma4(sum_[t][2], a.z, b);
+        fma4(sum_[t][3], a.w, b);
+      }
+    }
+  }
+
+  // Adds the sum to the gradient of the slice, and starts anew.
+  template <class Sum>
+  __device__ __forceinline__ void flush(const DeviceTable& table, Slab slab, int64_t slice, const Sum& gradients) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const Place place(table, slab, t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 value = sum_[t][i];
+        sum_[t][i] = float4{};
+        if (!place.valid || place.k + i >= table.left_rank) continue;
+        const int64_t to =
+            slice + (int64_t{place.k + i} * table.owner_q + slab.first_q + place.j) * table.rank + place.r;
+        if (table.aligned) {
+          gradients.add4(to, value);
+          continue;
+        }
+        gradients.add(to, value.x);
+        if (place.r + 1 < table.rank) gradients.add(to + 1, value.y);
+        if (place.r + 2 < table.rank) gradients.add(to + 2, value.z);
+        if (place.r + 3 < table.rank) gradients.add(to + 3, value.w);
+      }
+    }
+  }
+
+ private:
+  struct Place {
+    bool valid;
+    int k, j, r;
+    __device__ __forceinline__ Place(const DeviceTable& table, Slab slab, int t) {
+      const int quads = table.rank4 / 4, columns = slab.num_q * quads, item = threadIdx.x + t * kThreads;
+      valid = item < table.left_rank4 / 4 * columns;
+      k = item / columns * 4;
+      j = item % columns / quads;
+      r = item % quads * 4;
+    }
+  };
+  float4 sum_[TILES][4];
+};
+
+template <class Sum, int SLAB>
+__global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
+    backward_cores(const __grid_constant__ BackwardArguments<Sum> p) {
+  FLOWTT_DYNAMIC_SHARED(raw);
+  const BackwardShared at(p.sizes);
+  Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
+  int* const word = shared_array<int>(raw, at.word, 1);
+  float* const left = shared_array<float>(raw, at.left, p.sizes.left);
+  float* const owner = shared_array<float>(raw, at.owner, p.sizes.owner);
+  float* const c = shared_array<float>(raw, at.c, p.sizes.c);
+  float* const last = shared_array<float>(raw, at.last, p.sizes.last);
+  float* const row = shared_array<float>(raw, at.row, p.sizes.row);
+  float* const left_gradient = shared_array<float>(raw, at.left_gradient, p.sizes.left_gradient);
+  OwnerGradient<SLAB / (16 * kThreads)> owner_gradient;
+  owner_gradient.clear();
+  const DeviceTable* loaded_table = nullptr;  // of the slab in `owner`, whose gradient is in `owner_gradient`
+  int64_t loaded_slice = -1;
+  Slab loaded{0, 0};
+
+  for (;;) {
+    __syncthreads();  // everybody is done with the last tile
+    if (threadIdx.x < 32) {
+      const int number = take_tile(p.schedule);
+      if (number >= 0) decode_tile(tile, p.batch, p.plan, number, p.schedule.tile_rows);
+      if (threadIdx.x == 0) *word = number;
+    }
+    __syncthreads();
+    if (*word < 0) break;  // uniform
+
+    for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
+      const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
+      end = batch_end(tile, flow, table.max_flows);
+      const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
+      const int left_rows = (end - flow) * table.left_rows;
+      const int64_t slice = tile.flow_owner[flow];
+      for (int first_q = 0; first_q < table.owner_q; first_q += table.slab_q) {
+        const Slab slab{first_q, min(table.slab_q, table.owner_q - first_q)};
+        const bool is_loaded = loaded_slice == slice && loaded.first_q == first_q;
+        if (!is_loaded && loaded_slice >= 0) owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
+        if (first_q > 0 || flow > 0) __syncthreads();  // the last slab's readers are done
+        if (first_q == 0) load_left(table, p.weights, tile, flow, end, left);
+        if (!is_loaded) load_owner(table, p.weights + slice, slab.first_q, slab.num_q, owner);
+        __pipeline_commit();
+        if (first_q == 0) {  // flies while C is made
+          load_last(table, p.weights, tile, first_row, end_row, last);
+          load_row_gradients(table, tile, first_row, end_row, p.row_gradients, p.row_stride, row);
+        }
+        __pipeline_commit();
+        loaded_table = &table;
+        loaded_slice = slice;
+        loaded = slab;
+        __pipeline_wait_prior(1);
+        __syncthreads();
+        make_products<2, 2>(table, slab, left, owner, c, left_rows);
+        __pipeline_wait_prior(0);
+        __syncthreads();
+        last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
+        __syncthreads();  // C has been read: dC takes its place
+        product_gradients(table, slab, tile, flow, end, c, last, row);
+        __syncthreads();
+        if (table.num_cores > 2) {
+          const auto put = [&](int left_row, int k, float value) {
+            if (table.num_cores == 3) {
+              const int64_t to = tile.flow_left[0][flow + left_row / table.left_rows];
+              p.gradients.add(to + left_row % table.left_rows * table.left_rank + k, value);
+            } else {
+              float& to = left_gradient[left_row * table.left_pitch + k];
+              to = first_q == 0 ? value : to + value;
+            }
+          };
+          with_tile_height<2>(left_rows, table.left_rank4 / 4, [&](auto height) {
+            left_gradients<height.value>(table, slab, c, owner, left_rows, put);
+          });
+        }
+        owner_gradient.add(table, slab, left, c, left_rows);
+      }
+      if (table.num_cores == 4) {
+        __syncthreads();
+        split_left_gradients(table, tile, flow, end, p.weights, left_gradient, p.gradients);
+      }
+    }
+    if (Sum::kDeterministic) {  // what is added up in floats must not depend on which tiles a block takes
+      owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
+    }
+  }
+  if (!Sum::kDeterministic && loaded_slice >= 0) {
+    owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
+  }
+}
+
+}  // namespace flowtt

@@ -1,0 +1,130 @@
+// Tables as the CUDA kernels read them: descriptors, and how their matrices lie in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "flowtt/table.h"
+
+namespace flowtt {
+
+constexpr int kThreads = 256;      // of a block of every kernel
+constexpr int kMaxTileRows = 32;   // distinct rows that a block takes at a time: one a lane of a warp
+constexpr int kMaxLeftRows = 32;   // rows of the stacked left factors of a batch of flows
+constexpr int kSmallSlab = 4096;   // elements of a slab of a middle slice
+constexpr int kLargeSlab = 16384;  // rank 128 by 128
+
+// A row of a table is  left [left_rows, left_rank] * owner [left_rank, owner_q * rank] -> C [left_rows * owner_q,
+// rank], then C * last [rank, q]. `left` is what comes before the last core but one, the owner: [1, 1] of one for two
+// cores, the first core's slice for three, the product of the first two for four.
+//
+// A block works on a slab at a time: slab_q of the owner_q columns of `rank`. In shared memory ranks and q are padded
+// with zeros to multiples of four, and rows lie an odd number of float4 apart, so that eight neighbouring ones are in
+// different banks:
+//   left   [flows * left_rows] rows of left_pitch
+//   owner  [left_rank4] rows of slab_pitch, in it slab_q pieces of rank_pitch
+//   C      [flows * left_rows] rows of slab_pitch, in the same way
+//   last   [rows] of last_pitch, in it [rank4, q4]
+//   E      [rows] of row_pitch, in it [left_rows * owner_q, q4]
+struct DeviceTable {
+  int64_t num_embeddings;
+  int64_t core_offset[kMaxCores];
+  int64_t slice_offset[kMaxCores];
+  int32_t p[kMaxCores];
+  int32_t q[kMaxCores];
+  int32_t r[kMaxCores + 1];
+  int32_t digit_shift[kMaxCores];
+  int32_t slice_size[kMaxCores];
+  int32_t num_cores, dim;
+  int32_t left_rows, left_rank, left_rank4, owner_q, rank, rank4, last_q, last_q4;
+  int32_t slab_q, left_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
+  int32_t max_flows;     // of a batch
+  int32_t aligned;       // slices start at, and their rows are, whole float4
+  int32_t tensor_cores;  // make C
+  int32_t unused;
+};
+
+struct DeviceFeature {
+  int32_t table, column;
+};
+
+// The batch and the plan, with every pointer on the device.
+struct DeviceBatch {
+  const DeviceTable* tables;
+  const DeviceFeature* features;
+  const void* offsets;
+  int32_t num_tables, num_features, batch_size, num_lookups;
+  int32_t table_shift;
+  int32_t total_dim;
+  bool wide_offsets;
+};
+
+struct DevicePlan {
+  const int32_t *lookups, *bags;
+  const int64_t* row_keys;
+  const int32_t *row_starts, *flow_starts;
+  const int64_t* counts;  // distinct rows, flows, row numbers out of range, 0
+};
+
+// Who works on which tiles; see schedule.cuh.
+struct Schedule {
+  unsigned long long* ranges;  // one a block: next tile | end << 32
+  bool steal;
+  int tile_rows;
+  int row_cost, flow_cost;  // multiply-adds; shares are of equal cost
+};
+
+// Elements of the arrays in shared memory: the most that any table needs.
+struct SharedSizes {
+  int left, owner, c, last, row, left_gradient;
+};
+
+struct Pooling {
+  const float* factors;  // per-sample weights, or null
+  bool mean;
+};
+
+constexpr int pad4(int64_t n) { return static_cast<int>((n + 3) / 4 * 4); }
+constexpr int odd_pitch(int64_t n) { return pad4(n) / 4 % 2 == 1 ? pad4(n) : pad4(n) + 4; }
+
+// Describes a table for kernels that keep at most `slab` elements of a middle slice in shared memory.
+inline DeviceTable device_table(const Table& table, int slab) {
+  DeviceTable t{};
+  t.num_embeddings = table.num_embeddings;
+  t.num_cores = table.num_cores;
+  t.dim = static_cast<int32_t>(table.dim);
+  t.aligned = 1;
+  for (int k = 0; k < kMaxCores; ++k) {
+    t.core_offset[k] = table.core_offset[k];
+    t.slice_offset[k] = table.slice_offset[k];
+    t.p[k] = static_cast<int32_t>(table.p[k]);
+    t.q[k] = static_cast<int32_t>(table.q[k]);
+    t.r[k] = static_cast<int32_t>(table.r[k]);
+    t.digit_shift[k] = table.digit_shift[k];
+    t.slice_size[k] = static_cast<int32_t>(table.slice_size(k));
+    if (k >= table.num_cores) continue;
+    const int64_t row = k == table.last() ? table.q[k] : table.r[k + 1];
+    if (row % 4 != 0 || table.core_offset[k] % 4 != 0 || table.slice_size(k) % 4 != 0) t.aligned = 0;
+  }
+  t.r[kMaxCores] = static_cast<int32_t>(table.r[kMaxCores]);
+  const int owner = table.owner();
+  t.left_rows = 1;
+  for (int k = 0; k < owner; ++k) t.left_rows *= t.q[k];
+  t.left_rank = t.r[owner];
+  t.left_rank4 = pad4(t.left_rank);
+  t.owner_q = t.q[owner];
+  t.rank = t.r[owner + 1];
+  t.rank4 = pad4(t.rank);
+  t.last_q = t.q[owner + 1];
+  t.last_q4 = pad4(t.last_q);
+  t.tensor_cores = t.left_rank % 8 == 0 && t.rank % 8 == 0;
+  const int fit = slab / (t.left_rank4 * t.rank4);
+  t.slab_q = fit < 1 ? 1 : fit < t.owner_q ? fit : t.owner_q;
+  t.left_pitch = odd_pitch(t.left_rank);
+  t.rank_pitch = odd_pitch(t.rank);
+  t.slab_pitch = odd_pitch(int64_t{t.slab_q} * t.rank_pitch);
+  t.last_pitch = odd_pitch(int64_t{t.rank4} * t.last_q4);
+  t.row_pitch = odd_pitch(int64_t{t.left_rows} * t.owner_q * t.last_q4);
+  return t;
+}
+
+}  // namespace flowtt

@@ -1,0 +1,95 @@
+// Grouping a batch: keys, then (sorted by primitives.cu) heads of rows and flows. The host learns no count.
+#pragma once
+
+#include "flowtt/device_batch.cuh"
+#include "flowtt/plan.h"
+
+namespace flowtt {
+
+__global__ void clear_faults(BatchFaults* faults) { *faults = {0, kNowhere, kNowhere}; }
+
+__global__ void check_offsets(DeviceBatch batch, BatchFaults* faults) {
+  const int64_t bag = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (bag >= int64_t{batch.num_features} * batch.batch_size) return;
+  if (offset_at(batch, bag + 1) < offset_at(batch, bag)) {
+    atomicMin(&faults->first_fall, static_cast<unsigned long long>(bag));
+  }
+}
+
+// Key, bag and position of every lookup. A row number out of range counts as row 0.
+__global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, uint64_t* keys, int32_t* positions,
+                          int32_t* bags, BatchFaults* faults) {
+  const int l = blockIdx.x * kThreads + threadIdx.x;
+  if (l >= batch.num_lookups) return;
+  int low = 0;  // the last bag that starts at or before l
+  for (int high = batch.num_features * batch.batch_size; low + 1 < high;) {
+    const int middle = low + (high - low) / 2;
+    if (offset_at(batch, middle) <= l) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int number = batch.features[low / batch.batch_size].table;
+  const DeviceTable& table = batch.tables[number];
+  int64_t row = integer_at(indices, wide, l);
+  if (row < 0 || row >= table.num_embeddings) {
+    atomicAdd(&faults->num_invalid, 1ull);
+    atomicMin(&faults->first_invalid, static_cast<unsigned long long>(l));
+    row = 0;
+  }
+  uint64_t key = static_cast<uint64_t>(number) << batch.table_shift;
+  for (int k = table.num_cores - 1; k >= 0; --k) {
+    const int64_t next = row / table.p[k];
+    key |= static_cast<uint64_t>(row - next * table.p[k]) << table.digit_shift[k];
+    row = next;
+  }
+  keys[l] = key;
+  positions[l] = l;
+  bags[l] = low;
+}
+
+// Where rows and flows start, packed so that one running sum numbers both: flows in the upper half.
+__global__ void mark_heads(DeviceBatch batch, Flow flow, const uint64_t* keys, uint64_t* heads) {
+  const int s = blockIdx.x * kThreads + threadIdx.x;
+  if (s >= batch.num_lookups) return;
+  constexpr uint64_t kBoth = uint64_t{1} << 32 | 1;
+  const uint64_t key = keys[s], before = s > 0 ? keys[s - 1] : ~key;
+  if (flow == Flow::kDirect || s == 0) {
+    heads[s] = kBoth;
+  } else if (key == before) {
+    heads[s] = 0;
+  } else {
+    const DeviceTable& table = batch.tables[key >> batch.table_shift];
+    heads[s] = flow == Flow::kUnique || (key ^ before) >> table.digit_shift[0] != 0 ? kBoth : 1;
+  }
+}
+
+// numbers: running sum of the heads.
+__global__ void write_starts(const uint64_t* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
+                             int64_t* counts, const BatchFaults* faults) {
+  const int s = blockIdx.x * kThreads + threadIdx.x;
+  if (s >= num_lookups) return;
+  const uint64_t number = numbers[s], before = s > 0 ? numbers[s - 1] : 0;
+  const int rows = static_cast<int>(static_cast<uint32_t>(number)), flows = static_cast<int>(number >> 32);
+  if (rows != static_cast<int>(static_cast<uint32_t>(before))) {
+    plan.row_keys[rows - 1] = static_cast<int64_t>(keys[s]);
+    plan.row_starts[rows - 1] = s;
+    if (flows != static_cast<int>(before >> 32)) plan.flow_starts[flows - 1] = rows - 1;
+  }
+  if (s == num_lookups - 1) {
+    plan.row_starts[rows] = num_lookups;
+    plan.flow_starts[flows] = rows;
+    counts[0] = rows;
+    counts[1] = flows;
+    counts[2] = static_cast<int64_t>(faults->num_invalid);
+    counts[3] = 0;
+  }
+}
+
+__global__ void write_empty_plan(FlowPlanBuffers plan, int64_t* counts) {
+  plan.row_starts[0] = plan.flow_starts[0] = 0;
+  for (int i = 0; i < 4; ++i) counts[i] = 0;
+}
+
+}  // namespace flowtt

@@ -1,0 +1,95 @@
+// E = left * owner * last for every distinct row.
+#pragma once
+
+#include <type_traits>
+
+#include "flowtt/products.cuh"
+#include "flowtt/schedule.cuh"
+
+namespace flowtt {
+
+struct ForwardShared {
+  int tile, word, left, owner, c, last;
+  size_t bytes;
+  __host__ __device__ explicit ForwardShared(const SharedSizes& sizes) {
+    SharedPlan plan;
+    tile = plan.take<Tile>(1);
+    word = plan.take<int>(1);
+    left = plan.take<float>(sizes.left);
+    owner = plan.take<float>(sizes.owner);
+    c = plan.take<float>(sizes.c);
+    last = plan.take<float>(sizes.last);
+    bytes = plan.bytes();
+  }
+};
+
+struct ForwardArguments {
+  DeviceBatch batch;
+  DevicePlan plan;
+  Schedule schedule;
+  SharedSizes sizes;
+  const float* weights;
+  float* rows;  // [distinct rows, row_stride]
+  int row_stride;
+};
+
+__global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constant__ ForwardArguments p) {
+  FLOWTT_DYNAMIC_SHARED(raw);
+  const ForwardShared at(p.sizes);
+  Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
+  int* const word = shared_array<int>(raw, at.word, 1);
+  float* const left = shared_array<float>(raw, at.left, p.sizes.left);
+  float* const owner = shared_array<float>(raw, at.owner, p.sizes.owner);
+  float* const c = shared_array<float>(raw, at.c, p.sizes.c);
+  float* const last = shared_array<float>(raw, at.last, p.sizes.last);
+  int64_t loaded = -1;  // where the slab in `owner` starts
+  int64_t held = -1;    // the flow whose whole product is in `c`, alone
+
+  for (;;) {
+    __syncthreads();  // everybody is done with the last tile
+    if (threadIdx.x < 32) {
+      const int number = take_tile(p.schedule);
+      if (number >= 0) decode_tile(tile, p.batch, p.plan, number, p.schedule.tile_rows);
+      if (threadIdx.x == 0) *word = number;
+    }
+    __syncthreads();
+    if (*word < 0) break;  // uniform
+
+    for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
+      const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
+      end = batch_end(tile, flow, table.max_flows);
+      const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
+      const int left_rows = (end - flow) * table.left_rows;
+      const bool is_held = end == flow + 1 && held == tile.flow_key[flow];
+      for (int first_q = 0; first_q < table.owner_q; first_q += table.slab_q) {
+        const Slab slab{first_q, min(table.slab_q, table.owner_q - first_q)};
+        const int64_t slice = tile.flow_owner[flow];
+        if (first_q > 0 || flow > 0) __syncthreads();  // the last slab's readers are done
+        if (!is_held) {
+          if (first_q == 0) load_left(table, p.weights, tile, flow, end, left);
+          if (loaded != slice + first_q * table.rank) {
+            load_owner(table, p.weights + slice, slab.first_q, slab.num_q, owner);
+            loaded = slice + first_q * table.rank;
+          }
+        }
+        __pipeline_commit();
+        if (first_q == 0) load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
+        __pipeline_commit();
+        __pipeline_wait_prior(1);
+        __syncthreads();
+        if (!is_held) {
+          make_products<2, 4>(table, slab, left, owner, c, left_rows);
+        }
+        __pipeline_wait_prior(0);
+        __syncthreads();
+        const int rows = (end_row - first_row) * table.left_rows * slab.num_q;
+        with_tile_height<4>(rows, table.last_q4 / 4, [&](auto height) {
+          row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
+        });
+      }
+      held = end == flow + 1 && table.slab_q == table.owner_q ? tile.flow_key[flow] : -1;
+    }
+  }
+}
+
+}  // namespace flowtt

@@ -1,0 +1,86 @@
+// What becomes of core gradients: the fused optimizers, in place, or a plain gradient.
+#pragma once
+
+#include "flowtt/gradient_sum.cuh"
+#include "flowtt/plan.h"
+
+namespace flowtt {
+
+// Marks the slices that the batch's rows use: only they take part in a step.
+__global__ void mark_touched(DeviceBatch batch, DevicePlan plan, uint8_t* touched) {
+  const int64_t num_rows = plan.counts[0];
+  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (row >= num_rows) return;
+  const int64_t key = plan.row_keys[row];
+  const DeviceTable& table = batch.tables[key >> batch.table_shift];
+  for (int k = 0; k < table.num_cores; ++k) {
+    const int bits = 32 - __clz(table.p[k] - 1);
+    const int64_t digit = key >> table.digit_shift[k] & ((int64_t{1} << bits) - 1);
+    // All write the same: a volatile store, as nobody reads it before the next kernel.
+    *static_cast<volatile uint8_t*>(touched + table.slice_offset[k] + digit) = 1;
+  }
+}
+
+constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + kRedZone; }
+
+struct UpdateRule {
+  Optimizer optimizer;
+  float learning_rate, eps, weight_decay;
+};
+
+// One step on every touched slice, a block a slice.
+template <class Sum>
+__global__ void __launch_bounds__(kThreads)
+    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule rule,
+                  float* weights, float* momentum) {
+  FLOWTT_DYNAMIC_SHARED(raw);
+  float* const sums = shared_array<float>(raw, 0, kThreads / 32);
+  for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
+    if (touched[slice] == 0) continue;  // uniform
+    int low = 0;                        // the last table whose slices start at or before this one
+    for (int high = batch.num_tables; low + 1 < high;) {
+      const int middle = low + (high - low) / 2;
+      if (batch.tables[middle].slice_offset[0] <= slice) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const DeviceTable& table = batch.tables[low];
+    int core = table.num_cores - 1;
+    while (table.slice_offset[core] > slice) --core;
+    const int size = table.slice_size[core];
+    const int64_t begin = table.core_offset[core] + (slice - table.slice_offset[core]) * size;
+
+    float rate = rule.learning_rate;
+    if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
+      float sum = 0.f;
+      for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
+        const float gradient = gradients.get(i) + rule.weight_decay * weights[i];
+        sum += gradient * gradient;
+      }
+      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+      __syncthreads();  // the last slice's sums have been read
+      if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+      __syncthreads();
+      sum = 0.f;
+      for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
+      const float moment = momentum[slice] + sum / static_cast<float>(size);
+      __syncthreads();  // everybody has read the momentum
+      if (threadIdx.x == 0) momentum[slice] = moment;
+      rate /= sqrtf(moment) + rule.eps;
+    }
+    for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
+      const float weight = weights[i], gradient = gradients.get(i) + rule.weight_decay * weight;
+      if (rule.optimizer == Optimizer::kAdagrad) {
+        const float moment = momentum[i] + gradient * gradient;
+        momentum[i] = moment;
+        weights[i] = weight - rule.learning_rate * gradient / (sqrtf(moment) + rule.eps);
+      } else {
+        weights[i] = weight - rate * gradient;
+      }
+    }
+  }
+}
+
+}  // namespace flowtt

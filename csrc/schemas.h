@@ -1,0 +1,33 @@
+// What the ops are called with: the same for the CPU's and the GPU's kernels.
+#pragma once
+
+namespace flowtt {
+
+template <class Library>
+void define_ops(Library& m) {
+  m.def(
+      "flow_plan(Tensor tables, Tensor table_names, Tensor features, Tensor indices, Tensor offsets, int flow, "
+      "int bounds_check_mode) -> (Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
+      "Tensor flow_starts, Tensor counts)");
+  m.def(
+      "pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
+      "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
+      "int total_dim, int pooling_mode) -> Tensor");
+  m.def(
+      "pooled_backward(Tensor grad_output, Tensor weights, Tensor tables, Tensor features, Tensor offsets, "
+      "Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, "
+      "Tensor? per_sample_weights, int pooling_mode, bool per_sample_weights_grad) "
+      "-> (Tensor grad_weights, Tensor grad_per_sample_weights)");
+  m.def(
+      "pooled_backward_update(Tensor grad_output, Tensor(a!) weights, Tensor(b!)? momentum1, Tensor tables, "
+      "Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
+      "Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, int pooling_mode, "
+      "bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, float weight_decay) -> Tensor");
+  m.def(
+      "cuda_setting(Tensor tables, bool backward, int shared_limit) "
+      "-> (int tile_rows, int shared_bytes, int slab)");      // how the kernels of these tables are launched
+  m.def("use_cuda_mapping(bool by_work, bool steal) -> ()");  // for ablations
+  m.def("use_deterministic_cuda(bool on) -> ()");             // mirrors torch.use_deterministic_algorithms
+}
+
+}  // namespace flowtt

@@ -1,0 +1,1 @@
+"""Runs the CUDA kernels on the CPU, for tests."""

@@ -1,0 +1,111 @@
+"""Runs the ops of a checked library against the reference, in a process of its own.
+
+The process ends with 1 and a message if the checker reports anything, or a number is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tt_samples import SPECS, assert_near, layout_of, mixed_layout, random_batch, random_weights
+
+from cuda_emulation import build, emulated
+from flowtt_torchrec import ops
+from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
+from flowtt_torchrec.spec import TTSpec
+
+SEEDS = (1, 2, 3)
+
+
+def run(backend, layout, indices, offsets, *, weighted=True, pooling="sum", flow="prefix", optimizer=None):
+    """Output, updated weights, optimizer state and gradient of the per-sample weights, in float32."""
+    optimizer = optimizer or OptimizerSpec("sgd", 0.1)
+    generator = torch.Generator().manual_seed(0)
+    weights = random_weights(layout, torch.float32).requires_grad_()
+    factors = torch.rand(indices.numel(), generator=generator).requires_grad_() if weighted else None
+    state = init_state(layout, optimizer.kind)
+    with ops.use_backend(backend):
+        output = ops.fused_lookup(
+            weights, layout, indices, offsets,
+            optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling, flow=flow,
+        )  # fmt: skip
+        output.backward(torch.randn(output.shape, generator=generator))
+    return [output.detach(), weights.detach(), *state.values(), *([factors.grad] if weighted else [])]
+
+
+def compare(layout, indices, offsets, tolerance=1e-4, **options):
+    """Holds the emulated ops to the reference: the plan, and all that `run` gives."""
+    plans = []
+    for backend in ("reference", emulated.BACKEND):
+        with ops.use_backend(backend):
+            plans.append(ops.flow_plan(layout, indices, offsets, flow=options.get("flow", "prefix")))
+    num_rows, num_flows = plans[0].counts.tolist()[:2]
+    valid = {"row_keys": num_rows, "row_starts": num_rows + 1, "flow_starts": num_flows + 1}
+    for name, expected, actual in zip(plans[0]._fields, *plans):
+        assert torch.equal(actual[: valid.get(name)], expected[: valid.get(name)]), f"error in {name}"
+    for expected, actual in zip(
+        run("reference", layout, indices, offsets, **options),
+        run(emulated.BACKEND, layout, indices, offsets, **options),
+    ):
+        assert_near(actual, expected, tolerance)
+
+
+def long_flow(count):
+    """Rows of one prefix, each twice, in one table whose last factor is large."""
+    layout = TTLayout([TTSpec(4 * count, 16, (2, 2, count), (2, 2, 4), (4, 8))], ["flow"])
+    return layout, torch.arange(count).repeat(2), torch.arange(0, 2 * count + 1, 2)
+
+
+def batches(seed: int) -> Iterator[tuple[TTLayout, tuple[Tensor, Tensor], dict[str, Any]]]:
+    """Batches that together reach every kernel and every branch."""
+    large = TTSpec(600, 64, (10, 2, 32), (4, 4, 4), (32, 128))
+    kinds = [*KINDS[seed % 3 :], *KINDS[: seed % 3]]
+    repeated = torch.full((100,), 17), torch.tensor([0, 40, 100])
+    yield layout_of("three_cores"), repeated, {"optimizer": OptimizerSpec("rowwise_adagrad", 0.1, 1e-3)}
+    for layout, size, options in (
+        (mixed_layout(), 6, {"pooling": "mean", "optimizer": OptimizerSpec(kinds[0], 0.1, 1e-3, 0.1)}),
+        (mixed_layout(), 5, {"flow": "unique", "optimizer": OptimizerSpec(kinds[1], 0.1, 1e-3), "deterministic": True}),
+        (layout_of("rank_32", "four_cores"), 40, {"flow": "direct", "weighted": False}),
+        (TTLayout([large, SPECS["odd"]], ["large", "odd"]), 8, {"optimizer": OptimizerSpec(kinds[2], 0.1, 1e-3)}),
+    ):
+        yield layout, random_batch(layout, size, 4, seed), options
+    layout, indices, offsets = long_flow(150)
+    yield layout, (indices, offsets), {}
+    for name in ("powers_of_two", "odd"):  # many tiles, some of them stolen
+        yield layout_of(name), random_batch(layout_of(name), 100, 4, seed), {}
+
+
+def start(library: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{build.ROOT}:{build.ROOT / 'tests'}"
+    return subprocess.run(
+        [sys.executable, "-m", "cuda_emulation.checked_run", str(library)],
+        env={**os.environ, "PYTHONPATH": path, "FLOWTT_BACKEND": "reference"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def main(library: Path) -> None:
+    torch.set_num_threads(1)
+    emulator = emulated.load(library)
+    emulator.cuda_emulation_set_max_steps(ctypes.c_uint64(20_000_000))
+    for seed in SEEDS:
+        emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
+        for layout, batch, options in batches(seed):
+            torch.use_deterministic_algorithms(options.pop("deterministic", False))
+            compare(layout, *batch, **options)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

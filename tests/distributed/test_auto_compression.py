@@ -1,0 +1,142 @@
+"""The planner chooses which tables become tensor trains: dense first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_planner import BIG, COMPRESSION, MID, SIZES, collection, entries, make_planner, topology
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from flowtt_torchrec.distributed import (
+    AutoCompression,
+    DenseFirstPerfModel,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingEnumerator,
+)
+from flowtt_torchrec.spec import TTSpec
+
+CONFIGS = [
+    EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"])
+    for name, (rows, dim) in SIZES.items()
+]
+AUTO = AutoCompression.suggest(CONFIGS, rank=32)
+
+
+def compressed(capacity: float, device: str, **kwargs: Any) -> list[str]:
+    """Tables that are tensor trains in the plan for two devices of so many GiB."""
+    planner = make_planner(kwargs.pop("compression", AUTO), topology=topology(2, device, capacity), **kwargs)
+    plan = entries(planner.plan(collection(), [TTEmbeddingBagCollectionSharder(AUTO)]))
+    return [name for name in SIZES if plan[name][1] == "customized_kernel"]
+
+
+def test_suggest() -> None:
+    assert list(AUTO) == ["big", "mid", "small", "tiny"]
+    assert AUTO["big"] == TTSpec.suggest(40_000_000, 128, 32)
+    few_rows = EmbeddingBagConfig(name="few", num_embeddings=30, embedding_dim=8, feature_names=["f"])
+    assert list(AutoCompression.suggest([few_rows, CONFIGS[0]], rank=32)) == ["big"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tables_are_compressed_only_where_memory_forces_it(device: str) -> None:
+    """The big table is 19.1 GiB dense and twice that with its state, mid is 0.7 GiB and 1.4."""
+    assert compressed(80, device) == []
+    assert compressed(8, device) == ["big"]
+    assert compressed(0.3, device) == ["big", "mid"]
+    assert compressed(0.06, device) in (["big", "mid"], ["big", "mid", "small"])
+    with pytest.raises(PlannerError):
+        compressed(0.001, device)
+
+
+def test_only_tables_with_a_spec_may_be_compressed() -> None:
+    only_mid = AutoCompression({"mid": MID})
+    planner = make_planner(only_mid, topology=topology(2, "cpu", 1))
+    with pytest.raises(PlannerError):
+        planner.plan(collection(), [TTEmbeddingBagCollectionSharder(only_mid)])
+
+
+def test_constraints_keep_a_table_dense() -> None:
+    constraints = {"big": ParameterConstraints(compute_kernels=["fused"])}
+    with pytest.raises(PlannerError):
+        compressed(8, "cpu", constraints=constraints)
+    assert compressed(80, "cpu", constraints=constraints) == []
+
+
+def test_tables_outside_of_device_memory_must_be_asked_for() -> None:
+    assert compressed(8, "cuda", constraints={"big": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}) == []
+
+
+def test_many_tables_reach_the_greedy_proposers() -> None:
+    """Too many proposals for the grid search: the largest tables are compressed, and no more than needed."""
+    sizes = {f"t{i:02}": (1_000_000 * (i + 1), 32) for i in range(20)}  # 0.12 GiB a million rows, twice with state
+    specs = AutoCompression({name: TTSpec.suggest(*size, 16) for name, size in sizes.items()})
+    planner = make_planner(specs, topology=topology(2, "cuda", 10))
+    plan = entries(planner.plan(collection(sizes=sizes), [TTEmbeddingBagCollectionSharder(specs)]))
+    kernels = [plan[name][1] == "customized_kernel" for name in sizes]
+    assert kernels == sorted(kernels)  # the smaller ones are dense
+    dense = sum(2 * 4 * rows * dim for (rows, dim), tt in zip(sizes.values(), kernels) if not tt)
+    assert 0 < sum(kernels) < 20
+    assert dense > 0.8 * 20 * 1024**3
+
+
+def test_a_lower_price_lets_time_decide() -> None:
+    topo = topology(2, "cuda", 80)
+    free = compressed(80, "cuda", performance_model=DenseFirstPerfModel(topo, ms_per_million=0.0))
+    dear = compressed(80, "cuda", performance_model=DenseFirstPerfModel(topo, ms_per_million=1e-3))
+    assert dear == []
+    assert set(dear) <= set(free)
+
+
+def test_planner_and_sharder_must_both_leave_it_to_the_plan() -> None:
+    with pytest.raises(ValueError, match="AutoCompression, but not both"):
+        make_planner(AUTO).plan(collection(), [TTEmbeddingBagCollectionSharder(dict(AUTO))])
+    with pytest.raises(ValueError, match="AutoCompression, but not both"):
+        make_planner(COMPRESSION).plan(collection(), [TTEmbeddingBagCollectionSharder(AutoCompression(COMPRESSION))])
+
+
+def test_a_sharder_without_tensor_trains_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no sharder offers the TT kernel for \['\.big', "):
+        make_planner(AUTO).plan(collection(), [EmbeddingBagCollectionSharder()])
+
+
+def test_both_kinds_of_options() -> None:
+    options = TTEmbeddingEnumerator(topology(), 2048, AutoCompression({"big": BIG})).enumerate(
+        collection(), [TTEmbeddingBagCollectionSharder(AutoCompression({"big": BIG}))]
+    )
+    kinds = {(o.name, o.sharding_type, o.compute_kernel) for o in options}
+    assert ("big", "table_wise", "fused") in kinds
+    assert ("big", "table_wise", "customized_kernel") in kinds
+    assert ("big", "row_wise", "fused") not in kinds
+    assert not any(name != "big" and kernel == "customized_kernel" for name, _, kernel in kinds)
+
+
+def plan_and_train(rank: int, world_size: int) -> list[str]:
+    """Under little memory one table is a tensor train, and the planned model trains."""
+    sizes = {"large": (200_000, 32), "little": (1_000, 32)}
+    ebc = collection((torch.optim.Adagrad, {"lr": 0.1}), sizes)
+    specs = AutoCompression.suggest(ebc.embedding_bag_configs(), rank=8)
+    planner = make_planner(specs, topology=topology(world_size, "cpu", 0.02), batch_size=16)
+    sharders: list[Any] = [TTEmbeddingBagCollectionSharder(specs)]
+    model = torch.nn.ModuleDict({"ebc": ebc})
+    plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
+    model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    features = KeyedJaggedTensor(
+        keys=["f_large", "f_little"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int64)
+    )
+    losses = []
+    for _ in range(3):
+        loss = (model.module["ebc"](features).values() - 1).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    return [name for name, _ in model.named_parameters() if "tt_core0" in name]
+
+
+def test_a_plan_trains(one_rank: Callable[..., Any]) -> None:
+    assert one_rank(plan_and_train) == ["ebc.embedding_bags.large.tt_core0"]
