@@ -3,7 +3,7 @@
 The library uses torch's stable ABI and no Python API: one build serves every Python and every torch from 2.11 on.
 CUDA kernels are in it where nvcc is; that needs no GPU, and the library loads beside a torch without CUDA too.
 Environment variables: CXX, CXXFLAGS, LDFLAGS; CUDA_HOME, NVCCFLAGS; MAX_JOBS, compilers at a time;
-FLOWTT_BUILD_CUDA=auto|0|1.
+FLOWTT_BUILD_CUDA=auto|0|1; CI, which makes warnings errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ LIBRARY = "_C.so"
 
 MIN_TORCH = (2, 11)
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"]
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Werror"]
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+]
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Kernels are compiled once for each instruction set; csrc/cpu/isa.cpp chooses at run time and tests for these flags.
 AVX2 = ["-mavx2", "-mfma"]
@@ -39,12 +48,16 @@ ISA_FLAGS = {"kernels_avx2.cpp": AVX2, "kernels_avx512.cpp": AVX512}
 # A100, H100 and H200, and whatever comes later through PTX. Two files may use a stack: one prints, the other is CUB.
 CUDA_ARCHITECTURES = "sm_80, sm_90, compute_90"
 NVCC_FLAGS = [
-    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings", "-Xptxas", "-v"),
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
 ]
-NO_STACK = ["-Xptxas", "-warn-spills,-warn-lmem-usage,-Werror"]
+NO_STACK = ["-Xptxas", "-warn-spills,-warn-lmem-usage"]
 MAY_HAVE_STACK = ("report.cu", "primitives.cu")
+if os.environ.get("CI"):  # a user's compiler may know warnings that ours does not
+    CXX_FLAGS.append("-Werror")
+    NVCC_FLAGS += ["-Werror", "all-warnings"]
+    NO_STACK += ["-Xptxas", "-Werror"]
 MIN_NVCC = (12, 1)  # kernel arguments of more than 4 KB
 
 
@@ -170,7 +183,8 @@ def run(command: list[str]) -> str:
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         print(shlex.join(command), result.stdout, sep="\n", file=sys.stderr, flush=True)
-        raise CompileError(f"{command[0]} ended with status {result.returncode}; its messages are above")
+        hint = "; FLOWTT_BUILD_CUDA=0 leaves the CUDA kernels out" if Path(command[0]).name == "nvcc" else ""
+        raise CompileError(f"{command[0]} ended with status {result.returncode}; its messages are above{hint}")
     return result.stdout
 
 
