@@ -1,10 +1,13 @@
 // Uninitialised scratch memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace flowtt::cpu {
 
@@ -36,6 +39,40 @@ class Buffer {
  private:
   T* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Scratch memory for one piece of work after the other: what a piece takes is free again for the next.
+class Arena {
+ public:
+  // Uninitialised and aligned, valid until `clear`.
+  template <class T>
+  T* take(int64_t size) {
+    const size_t bytes = (static_cast<size_t>(size) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    if (blocks_.empty() || blocks_.back().size() - used_ < bytes) {
+      blocks_.emplace_back(std::max(bytes, kSmallestBlock));
+      used_ = 0;
+    }
+    T* taken = reinterpret_cast<T*>(blocks_.back().data() + used_);
+    used_ += bytes;
+    return taken;
+  }
+
+  // Gives back all that was taken. The memory stays, as one block that is as large as was needed so far.
+  void clear() {
+    if (blocks_.size() > 1) {
+      size_t total = 0;
+      for (const Buffer<char>& block : blocks_) total += block.size();
+      blocks_.clear();
+      blocks_.emplace_back(total);
+    }
+    used_ = 0;
+  }
+
+ private:
+  static constexpr size_t kSmallestBlock = size_t{1} << 17;
+
+  std::vector<Buffer<char>> blocks_;
+  size_t used_ = 0;  // of the last block
 };
 
 }  // namespace flowtt::cpu

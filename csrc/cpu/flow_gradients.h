@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "cpu/buffer.h"
@@ -39,9 +38,10 @@ class FlowGradients {
   static constexpr int64_t kProductBlock = 4;  // flows whose prefix products are made at once
   static constexpr int64_t kRowBlock = 8;      // rows of a flow taken together
 
-  FlowGradients(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, const T* grad_output,
-                const GradientSink<T>& sink, T* grad_per_sample_weights, const Segment& segment, int64_t begin,
-                int64_t end)
+  // Scratch memory is `arena`'s, that of what `run` returns is `kept`'s.
+  FlowGradients(const Kernels<T>& kernels, Arena* arena, Arena* kept, const Lookup<T>& lookup, const PooledRows& pooled,
+                const T* grad_output, const GradientSink<T>& sink, T* grad_per_sample_weights, const Segment& segment,
+                int64_t begin, int64_t end)
       : kernels_(kernels),
         lookup_(lookup),
         plan_(lookup.plan),
@@ -58,20 +58,25 @@ class FlowGradients {
         shape_(geometry_.row_shape()),
         row_kernels_(kernels.rows(shape_)),
         outer_(table_, geometry_),
-        products_(kernels, lookup.weights, table_, geometry_, kFlowBlock, kProductBlock),
-        row_gradients_(kRowBlock * geometry_.dim),
-        grad_c_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.c_size()),
-        grad_left_(geometry_.two_cores ? 0 : kFlowBlock * geometry_.left_rows * geometry_.left_rank_padded),
-        owner_transposed_(geometry_.two_cores ? 0 : geometry_.owner_columns * geometry_.left_rank_padded),
-        grad_owner_(geometry_.owner_size()),
-        owner_slice_(table_.slice_size(table_.owner())),
-        made_rows_(grad_per_sample_weights == nullptr ? 0 : kRowBlock * geometry_.dim),
-        scratch_(grad_per_sample_weights == nullptr ? 0 : geometry_.scratch_size()) {
-    std::fill_n(owner_transposed_.data(), owner_transposed_.size(), T(0));  // padding stays 0
+        products_(kernels, arena, lookup.weights, table_, geometry_, kFlowBlock, kProductBlock),
+        row_gradients_(arena->take<T>(kRowBlock * geometry_.dim)),
+        grad_owner_(arena->take<T>(geometry_.owner_size())),
+        owner_slice_(arena->take<T>(table_.slice_size(table_.owner()))) {
+    if (!geometry_.two_cores) {
+      grad_c_ = arena->take<T>(kFlowBlock * geometry_.c_size());
+      grad_left_ = arena->take<T>(kFlowBlock * geometry_.left_rows * geometry_.left_rank_padded);
+      const int64_t size = geometry_.owner_columns * geometry_.left_rank_padded;
+      owner_transposed_ = arena->take<T>(size);
+      std::fill_n(owner_transposed_, size, T(0));  // padding stays 0
+    }
+    if (grad_per_sample_weights != nullptr) {
+      made_rows_ = arena->take<T>(kRowBlock * geometry_.dim);
+      scratch_ = arena->take<T>(geometry_.scratch_size());
+    }
     const int64_t flows = end - begin, rows = plan_.flow_starts[end] - plan_.flow_starts[begin];
     for (int i = 0; i < outer_.size(); ++i) {
       const OuterCore& core = outer_[i];
-      touched_[i] = TouchedSlices<T>(table_.p[core.core], i == OuterCores::kLast ? rows : flows, core.stride());
+      touched_[i] = TouchedSlices<T>(kept, table_.p[core.core], i == OuterCores::kLast ? rows : flows, core.stride());
     }
   }
 
@@ -89,13 +94,14 @@ class FlowGradients {
                           (flow < segment_.flow_end && table_.owner_key(key_of(flow)) == owner);
       const int64_t slice = table_.digit(key, table_.owner());
       if (shared) {
-        partial->push_back({segment_number, slice, std::move(grad_owner_)});
-        grad_owner_ = Buffer<T>(static_cast<size_t>(geometry_.owner_size()));
+        const auto size = static_cast<size_t>(geometry_.owner_size());
+        partial->push_back({segment_number, slice, Buffer<T>(size)});
+        std::copy_n(grad_owner_, size, partial->back().gradient.data());
       } else {
-        sink_.take(table_, table_.owner(), slice, owner_gradient(geometry_, grad_owner_.data(), owner_slice_.data()));
+        sink_.take(table_, table_.owner(), slice, owner_gradient(geometry_, grad_owner_, owner_slice_));
       }
     }
-    return std::move(touched_);
+    return touched_;
   }
 
   // The gradient of an owner slice without padding, in `spare` [slice_size] if need be.
@@ -114,7 +120,7 @@ class FlowGradients {
     products_.set_owner(key, flows, next_key);
     if (geometry_.two_cores) return;
     kernels_.transpose(geometry_.left_rank, geometry_.owner_columns, products_.owner(), geometry_.owner_columns,
-                       owner_transposed_.data(), geometry_.left_rank_padded);
+                       owner_transposed_, geometry_.left_rank_padded);
   }
 
   // Flows [flow, flow + n) of the current owner slice.
@@ -122,20 +128,20 @@ class FlowGradients {
     for (int64_t i = 0; i < n; ++i) products_.set_left(i, key_of(flow + i));
     const Geometry& g = geometry_;
     if (g.two_cores) {  // C is the owner slice
-      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(0), grad_owner_.data(), accumulate || i > 0);
+      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(0), grad_owner_, accumulate || i > 0);
       return;
     }
     for (int64_t i = 0; i < n; ++i) {
       if (i % kProductBlock == 0) products_.multiply(i, std::min(kProductBlock, n - i));
-      take_rows(flow + i, products_.c(i % kProductBlock), grad_c_.data() + i * g.c_size(), false);
+      take_rows(flow + i, products_.c(i % kProductBlock), grad_c_ + i * g.c_size(), false);
     }
     const int64_t rows = n * g.left_rows;
-    kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_.data(), g.owner_columns, 1,
-                  owner_transposed_.data(), g.left_rank_padded, grad_left_.data(), g.left_rank_padded, false);
-    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_.data(),
-                  g.owner_columns, grad_owner_.data(), g.owner_columns, accumulate);
+    kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_, g.owner_columns, 1, owner_transposed_,
+                  g.left_rank_padded, grad_left_, g.left_rank_padded, false);
+    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_, g.owner_columns,
+                  grad_owner_, g.owner_columns, accumulate);
     for (int64_t i = 0; i < n; ++i) {
-      take_left(key_of(flow + i), grad_left_.data() + i * g.left_rows * g.left_rank_padded);
+      take_left(key_of(flow + i), grad_left_ + i * g.left_rows * g.left_rank_padded);
     }
   }
 
@@ -161,11 +167,11 @@ class FlowGradients {
         T* copy = found.data + core.gradient_size();
         if (!found.touched) copy_last(last[i], copy);
         copies[i] = copy;
-        g[i] = gradient_of_row(row + i, row_gradients_.data() + i * geometry_.dim);
+        g[i] = gradient_of_row(row + i, row_gradients_ + i * geometry_.dim);
       }
       if (grad_per_sample_weights_ != nullptr) {
-        for (int64_t i = 0; i < n; ++i) made[i] = made_rows_.data() + i * geometry_.dim;
-        row_kernels_.forward(shape_, c, n, last, made, scratch_.data());
+        for (int64_t i = 0; i < n; ++i) made[i] = made_rows_ + i * geometry_.dim;
+        row_kernels_.forward(shape_, c, n, last, made, scratch_);
         for (int64_t i = 0; i < n; ++i) take_factors(row + i, made[i]);
       }
       row_kernels_.backward(shape_, c, n, g, copies, gradients, touched, grad_c, accumulate);
@@ -278,14 +284,14 @@ class FlowGradients {
   const OuterCores outer_;
   PrefixProducts<T> products_;
   OuterGradients<T> touched_;
-  Buffer<T> row_gradients_;     // [kRowBlock, dim]
-  Buffer<T> grad_c_;            // [kFlowBlock, m, rank_padded]
-  Buffer<T> grad_left_;         // [kFlowBlock, left_rows, left_rank_padded]
-  Buffer<T> owner_transposed_;  // [owner_columns, left_rank_padded]
-  Buffer<T> grad_owner_;        // [left_rank, owner_columns]
-  Buffer<T> owner_slice_;       // grad_owner_ without padding
-  Buffer<T> made_rows_;         // [kRowBlock, dim]
-  Buffer<T> scratch_;           // of the row kernels
+  T* row_gradients_;               // [kRowBlock, dim]
+  T* grad_c_ = nullptr;            // [kFlowBlock, m, rank_padded]
+  T* grad_left_ = nullptr;         // [kFlowBlock, left_rows, left_rank_padded]
+  T* owner_transposed_ = nullptr;  // [owner_columns, left_rank_padded]
+  T* grad_owner_;                  // [left_rank, owner_columns]
+  T* owner_slice_;                 // grad_owner_ without padding
+  T* made_rows_ = nullptr;         // [kRowBlock, dim]
+  T* scratch_ = nullptr;           // of the row kernels
 };
 
 }  // namespace flowtt::cpu

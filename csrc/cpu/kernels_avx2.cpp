@@ -17,6 +17,12 @@ inline __attribute__((always_inline)) __m256 broadcast_group(const float* p) {
   if constexpr (G == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
 }
 
+#define FLOWTT_HAS_PIECES
+// Four elements from each of two places, `step` apart.
+inline __attribute__((always_inline)) __m256 load_pieces(const float* p, int64_t step) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + step), 1);
+}
+
 #include "cpu/kernels.inc"
 
 }  // namespace

@@ -22,6 +22,15 @@ inline __attribute__((always_inline)) __m512 broadcast_group(const float* p) {
   if constexpr (G == 8) return _mm512_maskz_broadcast_f32x8(kAll, _mm256_loadu_ps(p));
 }
 
+#define FLOWTT_HAS_PIECES
+// Four elements from each of four places, `step` apart.
+inline __attribute__((always_inline)) __m512 load_pieces(const float* p, int64_t step) {
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(p + step), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * step), 2);
+  return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * step), 3);
+}
+
 #include "cpu/kernels.inc"
 
 }  // namespace

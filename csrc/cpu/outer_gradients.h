@@ -68,10 +68,10 @@ template <class T>
 class TouchedSlices {
  public:
   TouchedSlices() = default;
-  // For a core of `p` slices of which at most `most` will be touched, `stride` elements each.
-  TouchedSlices(int64_t p, int64_t most, int64_t stride)
-      : places_(static_cast<size_t>(p)), data_(static_cast<size_t>(std::min(p, most) * stride)), stride_(stride) {
-    std::fill_n(places_.data(), p, kUntouched);
+  // For a core of `p` slices of which at most `most` will be touched, `stride` elements each. The memory is `arena`'s.
+  TouchedSlices(Arena* arena, int64_t p, int64_t most, int64_t stride)
+      : places_(arena->take<int32_t>(p)), data_(arena->take<T>(std::min(p, most) * stride)), stride_(stride) {
+    std::fill_n(places_, p, kUntouched);
   }
 
   struct Found {
@@ -79,23 +79,21 @@ class TouchedSlices {
     bool touched;  // before; if not, nothing is there yet
   };
   Found touch(int64_t slice) {
-    int32_t& place = places_[static_cast<size_t>(slice)];
-    const bool touched = place != kUntouched;
-    if (!touched) place = count_++;
-    return {data_.data() + place * stride_, touched};
+    const bool touched = places_[slice] != kUntouched;
+    if (!touched) places_[slice] = count_++;
+    return {data_ + places_[slice] * stride_, touched};
   }
 
   // Null if untouched.
   const T* find(int64_t slice) const {
-    const int32_t place = places_[static_cast<size_t>(slice)];
-    return place == kUntouched ? nullptr : data_.data() + place * stride_;
+    return places_[slice] == kUntouched ? nullptr : data_ + places_[slice] * stride_;
   }
 
  private:
   static constexpr int32_t kUntouched = -1;
 
-  Buffer<int32_t> places_;  // by slice
-  Buffer<T> data_;
+  int32_t* places_ = nullptr;  // [p] number of each slice among those that are touched
+  T* data_ = nullptr;
   int64_t stride_ = 0;
   int32_t count_ = 0;
 };

@@ -1,6 +1,7 @@
 #include "cpu/pooled_backward.h"
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 #include "cpu/flow_gradients.h"
@@ -43,17 +44,33 @@ class Backward {
     const int64_t num_tasks = static_cast<int64_t>(cuts.size()) - 1;
     shares_.resize(static_cast<size_t>(num_tasks));
     partial_owners_.resize(static_cast<size_t>(num_tasks));
+    kept_.resize(static_cast<size_t>(num_tasks));
     executor_.run(num_tasks, [&](int64_t task) {
+      Arena arena;
       for (size_t s = 0; s < segments_.size(); ++s) {
         const int64_t begin = std::max(cuts[task], segments_[s].flow_begin);
         const int64_t end = std::min(cuts[task + 1], segments_[s].flow_end);
-        if (begin >= end) continue;
-        FlowGradients<T> flows(kernels_, lookup_, pooled_, grad_output_, sink_, grad_per_sample_weights_, segments_[s],
-                               begin, end);
-        const auto segment = static_cast<int64_t>(s);
-        shares_[task].push_back({segment, flows.run(segment, &partial_owners_[task])});
+        if (begin < end) take_flows_of(task, static_cast<int64_t>(s), begin, end, &arena);
       }
     });
+  }
+
+  // Flows [begin, end) of a segment. What other tasks have flows of, too, is kept to be summed.
+  void take_flows_of(int64_t task, int64_t s, int64_t begin, int64_t end, Arena* arena) {
+    const Segment& segment = segments_[s];
+    const bool whole = begin == segment.flow_begin && end == segment.flow_end;
+    arena->clear();
+    FlowGradients<T> flows(kernels_, arena, whole ? arena : &kept_[task], lookup_, pooled_, grad_output_, sink_,
+                           grad_per_sample_weights_, segment, begin, end);
+    const OuterGradients<T> gradients = flows.run(s, &partial_owners_[task]);
+    if (!whole) {
+      shares_[task].push_back({s, gradients});
+      return;
+    }
+    const Table& table = lookup_.tables[segment.table];
+    const OuterCores outer(table, Geometry(table, kernels_.rank_multiple));
+    for (int i = 0; i < outer.size(); ++i)
+      sum_slices({&table, outer[i], {&gradients[i]}}, 0, table.p[outer[i].core], arena);
   }
 
   // Owner slices whose flows were cut: at most one between two tasks.
@@ -92,16 +109,16 @@ class Backward {
   void sum_outer_cores() {
     std::vector<Job> jobs;
     std::vector<int64_t> first_slice = {0};
-    std::vector<std::vector<const OuterGradients<T>*>> of_segment(segments_.size());
+    std::map<int64_t, std::vector<const OuterGradients<T>*>> of_segment;
     for (const auto& of_task : shares_) {
       for (const Share& share : of_task) of_segment[share.segment].push_back(&share.gradients);
     }
-    for (size_t s = 0; s < segments_.size(); ++s) {
-      const Table& table = lookup_.tables[segments_[s].table];
+    for (const auto& [segment, parts] : of_segment) {
+      const Table& table = lookup_.tables[segments_[segment].table];
       const OuterCores outer(table, Geometry(table, kernels_.rank_multiple));
       for (int i = 0; i < outer.size(); ++i) {
         jobs.push_back({&table, outer[i], {}});
-        for (const OuterGradients<T>* gradients : of_segment[s]) jobs.back().touched.push_back(&(*gradients)[i]);
+        for (const OuterGradients<T>* gradients : parts) jobs.back().touched.push_back(&(*gradients)[i]);
         first_slice.push_back(first_slice.back() + table.p[outer[i].core]);
       }
     }
@@ -112,19 +129,20 @@ class Backward {
     };
     const auto cuts = cut_by_cost(executor_, static_cast<int64_t>(jobs.size()), begin, cost_before);
     executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
+      Arena arena;
       for (size_t job = 0; job < jobs.size(); ++job) {
         const int64_t from = std::max(cuts[task], first_slice[job]);
         const int64_t to = std::min(cuts[task + 1], first_slice[job + 1]);
-        if (from < to) sum_slices(jobs[job], from - first_slice[job], to - first_slice[job]);
+        if (from < to) sum_slices(jobs[job], from - first_slice[job], to - first_slice[job], &arena);
       }
     });
   }
 
   // Slices [begin, end) of an outer core, each summed over tasks in their order.
-  void sum_slices(const Job& job, int64_t begin, int64_t end) const {
+  void sum_slices(const Job& job, int64_t begin, int64_t end, Arena* arena) const {
     const int64_t size = job.core.gradient_size();
-    const Buffer<T> sum(static_cast<size_t>(size));
-    const Buffer<T> in_slice_form(static_cast<size_t>(size));
+    T* sum = arena->take<T>(size);
+    T* in_slice_form = arena->take<T>(size);
     std::vector<const T*> parts;
     for (int64_t slice = begin; slice < end; ++slice) {
       parts.clear();
@@ -132,9 +150,11 @@ class Backward {
         if (const T* part = touched->find(slice)) parts.push_back(part);
       }
       if (parts.empty()) continue;
-      kernels_.sum_rows(static_cast<int64_t>(parts.size()), parts.data(), nullptr, size, sum.data(), false);
-      job.core.to_slice(kernels_, sum.data(), in_slice_form.data());
-      sink_.take(*job.table, job.core.core, slice, in_slice_form.data());
+      if (parts.size() > 1) {
+        kernels_.sum_rows(static_cast<int64_t>(parts.size()), parts.data(), nullptr, size, sum, false);
+      }
+      job.core.to_slice(kernels_, parts.size() > 1 ? sum : parts[0], in_slice_form);
+      sink_.take(*job.table, job.core.core, slice, in_slice_form);
     }
   }
 
@@ -151,7 +171,8 @@ class Backward {
   T* grad_per_sample_weights_;
   const PooledRows pooled_;
   const std::vector<Segment> segments_;
-  std::vector<std::vector<Share>> shares_;                    // by task
+  std::vector<Arena> kept_;                                   // by task: memory of the shares
+  std::vector<std::vector<Share>> shares_;                    // by task: tables that it shares with others
   std::vector<std::vector<PartialOwner<T>>> partial_owners_;  // by task, in key order
 };
 

@@ -57,15 +57,15 @@ class Forward {
   void run() {
     if (has_one_lookup_bags(executor_, lookup_.batch)) {
       if (lookup_.batch.num_lookups < lookup_.batch.num_bags()) clear_empty_bags();
-      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t) {
-        make_rows_of(segment, begin, end, BagSink<T>(kernels_, lookup_, pooled_, segment.table, output_));
+      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t, Arena* arena) {
+        make_rows_of(segment, begin, end, arena, BagSink<T>(kernels_, lookup_, pooled_, segment.table, output_));
       });
     } else {
       rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
       row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(lookup_.plan.num_lookups));
-      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t place) {
+      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t place, Arena* arena) {
         make_rows_of(
-            segment, begin, end,
+            segment, begin, end, arena,
             BufferSink<T>(lookup_, segment.table, segment.row_begin, rows_.data() + place, row_of_lookup_.data()));
       });
       pool_rows();
@@ -86,7 +86,7 @@ class Forward {
     });
   }
 
-  // Calls body(segment, begin, end, place of the segment's rows in `rows_`) for ranges of flows of equal cost.
+  // Calls body(segment, begin, end, place of the segment's rows in `rows_`, scratch) for ranges of flows of equal cost.
   template <class Body>
   void make_rows(const Body& body) {
     std::vector<Cost> costs;
@@ -98,17 +98,20 @@ class Forward {
     }
     const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan);
     executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
+      Arena arena;
       for (size_t s = 0; s < segments_.size(); ++s) {
         const int64_t begin = std::max(cuts[task], segments_[s].flow_begin);
         const int64_t end = std::min(cuts[task + 1], segments_[s].flow_end);
-        if (begin < end) body(segments_[s], begin, end, segment_rows_[s]);
+        if (begin >= end) continue;
+        arena.clear();
+        body(segments_[s], begin, end, segment_rows_[s], &arena);
       }
     });
   }
 
   // Rows of flows [begin, end) of a segment.
   template <class Sink>
-  void make_rows_of(const Segment& segment, int64_t begin, int64_t end, const Sink& sink) const {
+  void make_rows_of(const Segment& segment, int64_t begin, int64_t end, Arena* arena, const Sink& sink) const {
     const FlowPlan& plan = lookup_.plan;
     const Table& table = lookup_.tables[segment.table];
     const Geometry geometry(table, kernels_.rank_multiple);
@@ -118,9 +121,9 @@ class Forward {
     const int64_t last_size = table.slice_size(table.last());
     const int64_t last_mask = table.digit_mask[table.last()];
     const auto last_slice = [=](int64_t key) { return last_core + (key & last_mask) * last_size; };
-    PrefixProducts<T> products(kernels_, lookup_.weights, table, geometry, kFlowBlock, kFlowBlock);
-    const Buffer<T> spare(static_cast<size_t>(kRowBlock * geometry.dim));
-    const Buffer<T> scratch(static_cast<size_t>(geometry.scratch_size()));
+    PrefixProducts<T> products(kernels_, arena, lookup_.weights, table, geometry, kFlowBlock, kFlowBlock);
+    T* spare = arena->take<T>(kRowBlock * geometry.dim);
+    T* scratch = arena->take<T>(geometry.scratch_size());
 
     const int64_t last_row = plan.flow_starts[end];
     const auto key_of = [&](int64_t flow) { return plan.row_keys[plan.flow_starts[flow]]; };
@@ -145,9 +148,9 @@ class Forward {
           T* out[kRowBlock];
           for (int64_t j = 0; j < count; ++j) {
             last[j] = last_slice(plan.row_keys[row + j]);
-            out[j] = sink.place(row + j, spare.data() + j * geometry.dim);
+            out[j] = sink.place(row + j, spare + j * geometry.dim);
           }
-          row_kernels.forward(shape, products.c(i), count, last, out, scratch.data());
+          row_kernels.forward(shape, products.c(i), count, last, out, scratch);
           for (int64_t j = 0; j < count; ++j) sink.deliver(row + j, out[j]);
         }
       }

@@ -19,17 +19,17 @@ namespace flowtt::cpu {
 template <class T>
 class PrefixProducts {
  public:
-  PrefixProducts(const Kernels<T>& kernels, const T* weights, const Table& table, const Geometry& geometry,
-                 int64_t left_capacity, int64_t c_capacity)
+  PrefixProducts(const Kernels<T>& kernels, Arena* arena, const T* weights, const Table& table,
+                 const Geometry& geometry, int64_t left_capacity, int64_t c_capacity)
       : kernels_(kernels),
         table_(table),
         geometry_(geometry),
         owner_core_(weights + table.core_offset[table.owner()]),
         first_core_(weights + table.core_offset[0]),
         second_core_(weights + table.core_offset[1]),
-        left_(geometry.two_cores ? 0 : left_capacity * geometry.left_size()),
-        c_(geometry.two_cores ? 0 : c_capacity * geometry.c_size()),
-        packed_(geometry.rank == geometry.rank_padded ? 0 : geometry.owner_size()) {}
+        left_(arena->take<T>(geometry.two_cores ? 0 : left_capacity * geometry.left_size())),
+        c_(arena->take<T>(geometry.two_cores ? 0 : c_capacity * geometry.c_size())),
+        packed_(geometry.rank == geometry.rank_padded ? nullptr : arena->take<T>(geometry.owner_size())) {}
 
   // Makes the owner slice of `key` current, for `flows` flows; that of `next_key` will follow, or none if it is
   // negative.
@@ -38,20 +38,20 @@ class PrefixProducts {
     next_owner_ = next_key < 0 ? nullptr : slice_of(next_key);
     next_fetched_ = 0;
     next_piece_ = (table_.slice_size(table_.owner()) / flows / kLine + 1) * kLine;
-    if (packed_.size() == 0) return;
+    if (packed_ == nullptr) return;
     const int64_t r = geometry_.rank, padded = geometry_.rank_padded;
     for (int64_t i = 0; i < geometry_.left_rank * geometry_.owner_q; ++i) {
-      std::memcpy(packed_.data() + i * padded, owner_ + i * r, r * sizeof(T));
-      std::memset(packed_.data() + i * padded + r, 0, (padded - r) * sizeof(T));
+      std::memcpy(packed_ + i * padded, owner_ + i * r, r * sizeof(T));
+      std::memset(packed_ + i * padded + r, 0, (padded - r) * sizeof(T));
     }
-    owner_ = packed_.data();
+    owner_ = packed_;
   }
 
   // Makes `left` of the flow with key `key`, as number `i`.
   void set_left(int64_t i, int64_t key) {
     fetch_next_owner();
     if (geometry_.two_cores) return;
-    T* left = left_.data() + i * geometry_.left_size();
+    T* left = left_ + i * geometry_.left_size();
     const T* first = this->first(key);
     if (!geometry_.four_cores) {
       std::memcpy(left, first, geometry_.left_size() * sizeof(T));
@@ -65,16 +65,16 @@ class PrefixProducts {
   void multiply(int64_t first, int64_t n) {
     if (geometry_.two_cores) return;
     kernels_.gemm(n * geometry_.left_rows, geometry_.owner_columns, geometry_.left_rank, left(first),
-                  geometry_.left_rank, 1, owner_, geometry_.owner_columns, c_.data(), geometry_.owner_columns, false);
+                  geometry_.left_rank, 1, owner_, geometry_.owner_columns, c_, geometry_.owner_columns, false);
   }
 
   const T* first(int64_t key) const { return first_core_ + table_.digit(key, 0) * table_.slice_size(0); }
   const T* second(int64_t key) const { return second_core_ + table_.digit(key, 1) * table_.slice_size(1); }
   const T* owner() const { return owner_; }  // [left_rank, owner_q, rank_padded]
   // [left_rows, left_rank] of flow number i
-  const T* left(int64_t i) const { return left_.data() + i * geometry_.left_size(); }
+  const T* left(int64_t i) const { return left_ + i * geometry_.left_size(); }
   // [m, rank_padded] of the flow that is number i of those that C was made for
-  const T* c(int64_t i) const { return geometry_.two_cores ? owner_ : c_.data() + i * geometry_.c_size(); }
+  const T* c(int64_t i) const { return geometry_.two_cores ? owner_ : c_ + i * geometry_.c_size(); }
 
  private:
   static constexpr int64_t kLine = 64 / sizeof(T);
@@ -102,7 +102,7 @@ class PrefixProducts {
   const T* owner_ = nullptr;
   const T* next_owner_ = nullptr;
   int64_t next_fetched_ = 0, next_piece_ = 0;
-  Buffer<T> left_, c_, packed_;
+  T *left_, *c_, *packed_;
 };
 
 // The end of the flows [flow, end) that share the owner slice of the first.
