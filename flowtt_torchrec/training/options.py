@@ -116,8 +116,13 @@ def parser() -> argparse.ArgumentParser:
         "the named options; later ones win. Works alone, and under torchrun and torchx.",
     )
     result.add_argument("--config", metavar="FILE", help="YAML file, see configs/")
-    result.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting, e.g. compression.rank=16"
+    result.add_argument(  # several values, since torchx lets no option occur twice
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings, e.g. compression.rank=16 training.seed=3",
     )
     result.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if there is one")
     result.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")

@@ -20,6 +20,9 @@ def test_file_then_set_then_named_options(tiny: Path) -> None:
     assert parse([*config, *assignment]).config.training.batch_size == 26
     assert parse(["--batch_size", "27", *config, *assignment]).config.training.batch_size == 27
     assert parse([*config, *assignment, "--set", "training.batch_size=28"]).config.training.batch_size == 28
+    several = parse([*config, "--set", "training.batch_size=29", "training.seed=5", "--print-config"])
+    assert (several.config.training.batch_size, several.config.training.seed) == (29, 5)
+    assert several.print_config
 
 
 def test_options_of_dlrm_main() -> None:
