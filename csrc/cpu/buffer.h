@@ -4,14 +4,17 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 #include <utility>
 #include <vector>
 
 namespace flowtt::cpu {
 
 constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
+
+// Uninitialised memory, aligned; `release` takes the same number of bytes, or null. Large blocks are kept for later
+// calls: to get their pages from the system again would cost more than to fill them. Both throw only std::bad_alloc.
+void* allocate(size_t bytes);
+void release(void* memory, size_t bytes);
 
 // An aligned array of plain data. Pages that are never written take no memory, so a generous size is cheap.
 template <class T>
@@ -20,9 +23,7 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(size_t size) : size_(size) {
     if (size == 0) return;
-    const size_t bytes = (size * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
-    data_ = static_cast<T*>(std::aligned_alloc(kAlignment, bytes));
-    if (data_ == nullptr) throw std::bad_alloc();
+    data_ = static_cast<T*>(allocate(size * sizeof(T)));
   }
   Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
@@ -30,7 +31,7 @@ class Buffer {
     std::swap(size_, other.size_);
     return *this;
   }
-  ~Buffer() { std::free(data_); }
+  ~Buffer() { release(data_, size_ * sizeof(T)); }
 
   T* data() const { return data_; }
   size_t size() const { return size_; }

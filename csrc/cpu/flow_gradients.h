@@ -179,11 +179,12 @@ class FlowGradients {
     }
   }
 
-  // Asks for what take_rows reads of a row.
+  // Asks for what take_rows reads of a row, and for what finds the bag of a row further on.
   FLOWTT_PREFETCHING void prefetch_row(int64_t row) const {
-    const OuterCore& core = outer_[OuterCores::kLast];
+    const int64_t further = std::min(row + kPrefetch, last_row_ - 1);
+    prefetch(plan_.bags + plan_.lookups[plan_.row_starts[further]], 1);
     const T* slot = touched_[OuterCores::kLast].find(table_.digit(plan_.row_keys[row], table_.last()));
-    if (slot != nullptr) prefetch(slot, core.stride());
+    if (slot != nullptr) prefetch(slot, outer_[OuterCores::kLast].stride());
     prefetch(gradient_of_bag(plan_.lookups[plan_.row_starts[row]]), geometry_.dim);
   }
 

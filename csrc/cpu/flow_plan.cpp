@@ -89,12 +89,14 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
   const int64_t n = batch.num_lookups;
   const int64_t num_tasks = executor.num_tasks(n, kLookupsPerTask);
   Buffer<Item> items(static_cast<size_t>(n)), spare(static_cast<size_t>(n));
+  RadixSort radix_sort(num_tasks, bits_of_keys(tables), n);
   std::vector<Invalid> invalid(static_cast<size_t>(num_tasks));
   executor.run(num_tasks, [&](int64_t task) {
     const auto keep = [&](int64_t at, const int64_t* keys, int64_t count) {
       for (int64_t i = 0; i < count; ++i) {
         items[at + i] = Item(static_cast<uint64_t>(keys[i]), static_cast<uint32_t>(at + i));
       }
+      radix_sort.count(task, items.data() + at, count);
     };
     invalid[task] = make_keys(tables, batch, indices, even_cut(n, task, num_tasks), even_cut(n, task + 1, num_tasks),
                               out.bags, keep);
@@ -106,9 +108,10 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
   }
   if (result.counts.num_invalid > 0 && mode == BoundsCheckMode::kFatal) return result;
 
-  const Item* sorted = radix_sort(executor, num_tasks, bits_of_keys(tables), n, items.data(), spare.data());
+  const Item* sorted = radix_sort.sort(executor, items.data(), spare.data());
 
-  // Distinct rows and flows: each task counts those that start in its range, then writes them after its predecessors'.
+  // Distinct rows and flows: tasks count those that start in their ranges, then write them after their predecessors'.
+  // The last task's count comes with the writing.
   std::vector<PlanCounts> counts(static_cast<size_t>(num_tasks + 1), PlanCounts{0, 0, 0});
   const bool one_row_flows = flow == Flow::kUnique;
   const auto for_each_start = [&](int64_t task, const auto& visit) {
@@ -122,17 +125,16 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
       before = key;
     }
   };
-  executor.run(num_tasks, [&](int64_t task) {
-    int64_t rows = 0, flows = 0;
+  executor.run(num_tasks - 1, [&](int64_t task) {
+    PlanCounts& count = counts[task + 1];
     for_each_start(task, [&](int64_t, uint64_t, Starts starts) {
-      rows += starts.row;
-      flows += starts.flow;
+      count.num_rows += starts.row;
+      count.num_flows += starts.flow;
     });
-    counts[task + 1] = {rows, flows, 0};
   });
-  for (int64_t task = 0; task < num_tasks; ++task) {
-    counts[task + 1].num_rows += counts[task].num_rows;
-    counts[task + 1].num_flows += counts[task].num_flows;
+  for (int64_t task = 1; task < num_tasks; ++task) {
+    counts[task].num_rows += counts[task - 1].num_rows;
+    counts[task].num_flows += counts[task - 1].num_flows;
   }
   executor.run(num_tasks, [&](int64_t task) {
     int64_t row = counts[task].num_rows, flow_number = counts[task].num_flows;
@@ -143,6 +145,7 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
       out.row_keys[row] = static_cast<int64_t>(key);
       out.row_starts[row++] = static_cast<int32_t>(i);
     });
+    if (task == num_tasks - 1) counts[num_tasks] = {row, flow_number, 0};
   });
   result.counts.num_rows = counts[num_tasks].num_rows;
   result.counts.num_flows = counts[num_tasks].num_flows;
@@ -219,7 +222,12 @@ SortedPlan::SortedPlan(const Executor& executor, const std::vector<Table>& table
     items[i] = LongItem(static_cast<uint64_t>(plan.row_keys[i]), static_cast<uint32_t>(plan.lookups[i]));
   }
   const int64_t num_tasks = executor.num_tasks(n, kLookupsPerTask);
-  const LongItem* sorted = radix_sort(executor, num_tasks, bits_of_keys(tables), n, items.data(), spare.data());
+  RadixSort radix_sort(num_tasks, bits_of_keys(tables), n);
+  for (int64_t task = 0; task < num_tasks; ++task) {
+    const int64_t begin = even_cut(n, task, num_tasks), end = even_cut(n, task + 1, num_tasks);
+    radix_sort.count(task, items.data() + begin, end - begin);
+  }
+  const LongItem* sorted = radix_sort.sort(executor, items.data(), spare.data());
   lookups_ = Buffer<int32_t>(static_cast<size_t>(n));
   row_keys_ = Buffer<int64_t>(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
