@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from flowtt_torchrec import ops
+
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "flowtt-torchrec", "tensorly-torch", "numpy")
 # Instruction sets that one of the kernels measured here may choose by.
 _FLAGS = (
@@ -51,6 +53,12 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
+
+
+def describe_backend() -> dict[str, Any]:
+    """Which backend runs the ops, the library by its name only."""
+    info = ops.backend_info()
+    return {**info._asdict(), "library": info.library and Path(info.library).name}
 
 
 def command_line() -> list[str]:

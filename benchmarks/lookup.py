@@ -13,7 +13,6 @@ from benchmarks.presets import PRESETS, Preset
 from benchmarks.questions import QUESTIONS
 from benchmarks.questions.run import Run
 from benchmarks.report import Report
-from flowtt_torchrec import ops
 
 
 def run(preset: Preset, questions: Sequence[str], threads: int, command: Sequence[str]) -> Report:
@@ -31,7 +30,7 @@ def run(preset: Preset, questions: Sequence[str], threads: int, command: Sequenc
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     described = environment.describe(command)
-    described["flowtt"] = ops.backend_info()._asdict()
+    described["flowtt"] = environment.describe_backend()
     report = Report("lookup", preset.name, described)
     report.show_environment()
     if described["flowtt"]["name"] != "native":

@@ -18,7 +18,6 @@ from benchmarks import environment
 from benchmarks.harness import Measurement
 from benchmarks.process_memory import MALLOC
 from benchmarks.report import Report
-from flowtt_torchrec import ops
 
 FLOWTT, DENSE = "flowtt", "torchrec_dense"
 VARIANTS = (FLOWTT, DENSE)
@@ -121,7 +120,7 @@ def run(preset: str, request: Request, dims: Sequence[int], batch_sizes: Sequenc
     """
     described = environment.describe(environment.command_line())
     described["processes"] = processes
-    described["flowtt"] = ops.backend_info()._asdict()
+    described["flowtt"] = environment.describe_backend()
     report = Report("training", preset, described)
     first = True
     for dim in dims:
