@@ -12,9 +12,9 @@
 #include "cpu/outer_gradients.h"
 #include "cpu/partition.h"
 #include "cpu/pooled_forward.h"
-#include "cpu/pooled_rows.h"
 #include "cpu/prefetch.h"
 #include "cpu/prefix_products.h"
+#include "cpu/row_gradients.h"
 
 namespace flowtt::cpu {
 
@@ -39,16 +39,14 @@ class FlowGradients {
   static constexpr int64_t kRowBlock = 8;      // rows of a flow taken together
 
   // Scratch memory is `arena`'s, that of what `run` returns is `kept`'s.
-  FlowGradients(const Kernels<T>& kernels, Arena* arena, Arena* kept, const Lookup<T>& lookup, const PooledRows& pooled,
-                const T* grad_output, const GradientSink<T>& sink, T* grad_per_sample_weights, const Segment& segment,
-                int64_t begin, int64_t end)
+  FlowGradients(const Kernels<T>& kernels, Arena* arena, Arena* kept, const Lookup<T>& lookup,
+                const RowGradients<T>& rows, const GradientSink<T>& sink, const Segment& segment, int64_t begin,
+                int64_t end)
       : kernels_(kernels),
         lookup_(lookup),
         plan_(lookup.plan),
-        pooled_(pooled),
-        grad_output_(grad_output),
+        rows_(rows),
         sink_(sink),
-        grad_per_sample_weights_(grad_per_sample_weights),
         segment_(segment),
         begin_(begin),
         end_(end),
@@ -69,14 +67,15 @@ class FlowGradients {
       owner_transposed_ = arena->take<T>(size);
       std::fill_n(owner_transposed_, size, T(0));  // padding stays 0
     }
-    if (grad_per_sample_weights != nullptr) {
+    if (rows.wants_factors()) {
       made_rows_ = arena->take<T>(kRowBlock * geometry_.dim);
       scratch_ = arena->take<T>(geometry_.scratch_size());
     }
-    const int64_t flows = end - begin, rows = plan_.flow_starts[end] - plan_.flow_starts[begin];
+    const int64_t num_flows = end - begin, num_rows = plan_.flow_starts[end] - plan_.flow_starts[begin];
     for (int i = 0; i < outer_.size(); ++i) {
       const OuterCore& core = outer_[i];
-      touched_[i] = TouchedSlices<T>(kept, table_.p[core.core], i == OuterCores::kLast ? rows : flows, core.stride());
+      touched_[i] =
+          TouchedSlices<T>(kept, table_.p[core.core], i == OuterCores::kLast ? num_rows : num_flows, core.stride());
     }
   }
 
@@ -167,12 +166,12 @@ class FlowGradients {
         T* copy = found.data + core.gradient_size();
         if (!found.touched) copy_last(last[i], copy);
         copies[i] = copy;
-        g[i] = gradient_of_row(row + i, row_gradients_ + i * geometry_.dim);
+        g[i] = rows_.of_row(segment_.table, row + i, row_gradients_ + i * geometry_.dim);
       }
-      if (grad_per_sample_weights_ != nullptr) {
+      if (rows_.wants_factors()) {
         for (int64_t i = 0; i < n; ++i) made[i] = made_rows_ + i * geometry_.dim;
         row_kernels_.forward(shape_, c, n, last, made, scratch_);
-        for (int64_t i = 0; i < n; ++i) take_factors(row + i, made[i]);
+        for (int64_t i = 0; i < n; ++i) rows_.take_factors(segment_.table, row + i, made[i]);
       }
       row_kernels_.backward(shape_, c, n, g, copies, gradients, touched, grad_c, accumulate);
       accumulate = true;
@@ -185,56 +184,13 @@ class FlowGradients {
     prefetch(plan_.bags + plan_.lookups[plan_.row_starts[further]], 1);
     const T* slot = touched_[OuterCores::kLast].find(table_.digit(plan_.row_keys[row], table_.last()));
     if (slot != nullptr) prefetch(slot, outer_[OuterCores::kLast].stride());
-    prefetch(gradient_of_bag(plan_.lookups[plan_.row_starts[row]]), geometry_.dim);
+    prefetch(rows_.of_bag(segment_.table, plan_.lookups[plan_.row_starts[row]]), geometry_.dim);
   }
 
   // Slice [rank, q] of the last core, transposed and padded to [q, rank_padded].
   void copy_last(const T* slice, T* copy) const {
     if (geometry_.rank < geometry_.rank_padded) std::fill_n(copy, geometry_.last_size(), T(0));
     kernels_.transpose(geometry_.rank, geometry_.q, slice, geometry_.q, copy, geometry_.rank_padded);
-  }
-
-  // What a lookup's row is multiplied by when its bag is pooled.
-  T factor(int32_t lookup) const {
-    const T weight = lookup_.per_sample_weights == nullptr ? T(1) : lookup_.per_sample_weights[lookup];
-    return weight * mean_factor(lookup);
-  }
-  T mean_factor(int32_t lookup) const {
-    if (lookup_.pooling_mode != PoolingMode::kMean) return T(1);
-    const int64_t bag = plan_.bags[lookup];
-    return T(1) / static_cast<T>(lookup_.batch.offsets[bag + 1] - lookup_.batch.offsets[bag]);
-  }
-  const T* gradient_of_bag(int32_t lookup) const {
-    return grad_output_ + pooled_.offset(segment_.table, plan_.bags[lookup]);
-  }
-
-  // Sum over the lookups of a row, in their order; in `spare` unless there is but one, without a factor.
-  const T* gradient_of_row(int64_t row, T* spare) const {
-    const int64_t begin = plan_.row_starts[row], end = plan_.row_starts[row + 1];
-    const bool factors = lookup_.per_sample_weights != nullptr || lookup_.pooling_mode == PoolingMode::kMean;
-    if (!factors && end - begin == 1) return gradient_of_bag(plan_.lookups[begin]);
-    constexpr int64_t kBlock = 128;
-    const T* bags[kBlock];
-    T scales[kBlock];
-    for (int64_t at = begin; at < end; at += kBlock) {
-      const int64_t n = std::min(kBlock, end - at);
-      for (int64_t i = 0; i < n; ++i) {
-        const int32_t lookup = plan_.lookups[at + i];
-        bags[i] = gradient_of_bag(lookup);
-        if (factors) scales[i] = factor(lookup);
-      }
-      kernels_.sum_rows(n, bags, factors ? scales : nullptr, geometry_.dim, spare, at > begin);
-    }
-    return spare;
-  }
-
-  // Gradients of the per-sample weights of a row's lookups.
-  void take_factors(int64_t row, const T* made) const {
-    for (int64_t i = plan_.row_starts[row]; i < plan_.row_starts[row + 1]; ++i) {
-      const int32_t lookup = plan_.lookups[i];
-      grad_per_sample_weights_[lookup] =
-          mean_factor(lookup) * kernels_.dot(geometry_.dim, gradient_of_bag(lookup), made);
-    }
   }
 
   // From the gradient of `left` [left_rows, left_rank_padded] of a flow to those of the cores before the owner.
@@ -271,10 +227,8 @@ class FlowGradients {
   const Kernels<T>& kernels_;
   const Lookup<T>& lookup_;
   const FlowPlan& plan_;
-  const PooledRows& pooled_;
-  const T* grad_output_;
+  const RowGradients<T>& rows_;
   const GradientSink<T>& sink_;
-  T* grad_per_sample_weights_;
   const Segment& segment_;
   const int64_t begin_, end_;
   const int64_t last_row_;

@@ -35,7 +35,7 @@ std::vector<Segment> segments_by_table(const std::vector<Table>& tables, const F
 }
 
 std::vector<int64_t> cut_flows(const Executor& executor, const std::vector<Segment>& segments,
-                               const std::vector<Cost>& costs, const FlowPlan& plan) {
+                               const std::vector<Cost>& costs, const FlowPlan& plan, const HotRows& hot) {
   const auto begin = [&](int64_t s) {
     return s < static_cast<int64_t>(segments.size()) ? segments[s].flow_begin : plan.num_flows;
   };
@@ -43,9 +43,10 @@ std::vector<int64_t> cut_flows(const Executor& executor, const std::vector<Segme
     const Segment& segment = segments[s];
     const Cost& cost = costs[segment.table];
     const int64_t row = plan.flow_starts[flow];
+    const auto lookups_before = [&](int64_t r) { return plan.row_starts[r] - hot.lookups_before(r); };
     return cost.flow * static_cast<double>(flow - segment.flow_begin) +
            cost.row * static_cast<double>(row - segment.row_begin) +
-           cost.lookup * static_cast<double>(plan.row_starts[row] - plan.row_starts[segment.row_begin]);
+           cost.lookup * static_cast<double>(lookups_before(row) - lookups_before(segment.row_begin));
   };
   return cut_by_cost(executor, static_cast<int64_t>(segments.size()), begin, cost_before);
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/executor.h"
+#include "cpu/hot_rows.h"
 #include "flowtt/batch.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
@@ -63,9 +64,9 @@ std::vector<int64_t> cut_by_cost(const Executor& executor, int64_t num_segments,
   return cuts;
 }
 
-// cut_by_cost for flows; `costs` is by table.
+// cut_by_cost for flows; `costs` is by table. Lookups of hot rows, which are not the flows' work, cost nothing.
 std::vector<int64_t> cut_flows(const Executor& executor, const std::vector<Segment>& segments,
-                               const std::vector<Cost>& costs, const FlowPlan& plan);
+                               const std::vector<Cost>& costs, const FlowPlan& plan, const HotRows& hot);
 
 // cut_by_cost for bags; a bag and a lookup cost about what their table has columns.
 std::vector<int64_t> cut_bags(const Executor& executor, const std::vector<Table>& tables, const Batch& batch);

@@ -19,14 +19,15 @@ class Backward {
       : executor_(executor),
         lookup_(lookup),
         kernels_(kernels<T>()),
-        grad_output_(grad_output),
         sink_(sink),
-        grad_per_sample_weights_(grad_per_sample_weights),
-        pooled_(lookup.tables.size(), lookup.batch, lookup.total_dim),
+        hot_(lookup.tables, lookup.plan),
+        rows_(kernels_, lookup, hot_, grad_output, grad_per_sample_weights),
         segments_(segments_by_table(lookup.tables, lookup.plan)) {}
 
   void run() {
+    rows_.sum_hot_chunks(executor_);
     take_flows();
+    rows_.take_hot_factors(executor_);
     sum_owners();
     sum_outer_cores();
   }
@@ -40,7 +41,7 @@ class Backward {
       costs.push_back({3 * product / 30 + 150, static_cast<double>(g.c_size() * g.q) / 14 + 100,
                        static_cast<double>(g.dim) / 8 + 8});
     }
-    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan);
+    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan, hot_);
     const int64_t num_tasks = static_cast<int64_t>(cuts.size()) - 1;
     shares_.resize(static_cast<size_t>(num_tasks));
     partial_owners_.resize(static_cast<size_t>(num_tasks));
@@ -60,8 +61,7 @@ class Backward {
     const Segment& segment = segments_[s];
     const bool whole = begin == segment.flow_begin && end == segment.flow_end;
     arena->clear();
-    FlowGradients<T> flows(kernels_, arena, whole ? arena : &kept_[task], lookup_, pooled_, grad_output_, sink_,
-                           grad_per_sample_weights_, segment, begin, end);
+    FlowGradients<T> flows(kernels_, arena, whole ? arena : &kept_[task], lookup_, rows_, sink_, segment, begin, end);
     const OuterGradients<T> gradients = flows.run(s, &partial_owners_[task]);
     if (!whole) {
       shares_[task].push_back({s, gradients});
@@ -166,10 +166,9 @@ class Backward {
   const Executor& executor_;
   const Lookup<T>& lookup_;
   const Kernels<T>& kernels_;
-  const T* grad_output_;
   const GradientSink<T>& sink_;
-  T* grad_per_sample_weights_;
-  const PooledRows pooled_;
+  const HotRows hot_;
+  RowGradients<T> rows_;
   const std::vector<Segment> segments_;
   std::vector<Arena> kept_;                                   // by task: memory of the shares
   std::vector<std::vector<Share>> shares_;                    // by task: tables that it shares with others

@@ -4,6 +4,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/geometry.h"
+#include "cpu/hot_rows.h"
 #include "cpu/isa.h"
 #include "cpu/partition.h"
 #include "cpu/pooled_rows.h"
@@ -44,6 +45,7 @@ class Forward {
         kernels_(kernels<T>()),
         output_(output),
         pooled_(lookup.tables.size(), lookup.batch, lookup.total_dim),
+        hot_(lookup.tables, lookup.plan),
         segments_(rows_are_lookups(lookup.plan) ? segments_by_feature(lookup.batch)
                                                 : segments_by_table(lookup.tables, lookup.plan)) {
     int64_t size = 0;
@@ -57,9 +59,12 @@ class Forward {
   void run() {
     if (has_one_lookup_bags(executor_, lookup_.batch)) {
       if (lookup_.batch.num_lookups < lookup_.batch.num_bags()) clear_empty_bags();
+      for (const Table& table : lookup_.tables) widest_ = std::max(widest_, table.dim);
+      hot_rows_ = Buffer<T>(hot_.rows().size() * widest_);
       make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t, Arena* arena) {
-        make_rows_of(segment, begin, end, arena, BagSink<T>(kernels_, lookup_, pooled_, segment.table, output_));
+        make_rows_of(segment, begin, end, arena, bag_sink(segment.table));
       });
+      spread_hot_rows();
     } else {
       rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
       row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(lookup_.plan.num_lookups));
@@ -73,6 +78,23 @@ class Forward {
   }
 
  private:
+  BagSink<T> bag_sink(int64_t table) const {
+    return {kernels_, lookup_, pooled_, hot_, hot_rows_.data(), widest_, table, output_};
+  }
+
+  void spread_hot_rows() const {
+    const auto count = static_cast<int64_t>(hot_.chunks().size());
+    const int64_t num_tasks = count == 0 ? 0 : executor_.num_tasks(count, 1);
+    executor_.run(num_tasks, [&](int64_t task) {
+      const int64_t end = even_cut(count, task + 1, num_tasks);
+      for (int64_t i = even_cut(count, task, num_tasks); i < end; ++i) {
+        const HotRows::Chunk& chunk = hot_.chunks()[i];
+        const T* row = hot_rows_.data() + chunk.hot * widest_;
+        bag_sink(hot_.rows()[chunk.hot].table).spread(chunk.begin, chunk.end, row);
+      }
+    });
+  }
+
   void clear_empty_bags() {
     const Batch& batch = lookup_.batch;
     const int64_t num_tasks = executor_.num_tasks(batch.num_bags(), 4096);
@@ -96,7 +118,7 @@ class Forward {
       costs.push_back(
           {left / 30 + 60, static_cast<double>(g.c_size() * g.q) / 28 + 30, static_cast<double>(g.dim) / 8 + 4});
     }
-    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan);
+    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan, hot_);
     executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
       Arena arena;
       for (size_t s = 0; s < segments_.size(); ++s) {
@@ -208,10 +230,13 @@ class Forward {
   const Kernels<T>& kernels_;
   T* output_;
   const PooledRows pooled_;
+  const HotRows hot_;
   const std::vector<Segment> segments_;
   std::vector<int64_t> segment_rows_;  // where the rows of each segment start in `rows_`
   int64_t size_of_rows_ = 0;
   Buffer<T> rows_;                 // every distinct row
+  Buffer<T> hot_rows_;             // [hot rows, widest]
+  int64_t widest_ = 0;             // most columns of a table
   Buffer<int32_t> row_of_lookup_;  // by position
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/hot_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/pooled_forward.h"
 #include "cpu/pooled_rows.h"
@@ -15,8 +16,13 @@ namespace flowtt::cpu {
 template <class T>
 class BagSink {
  public:
-  BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, int64_t table, T* output)
+  // Hot rows are kept at `hot_rows` [hot rows, dim or more], `stride` apart; `spread` is for them.
+  BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, const HotRows& hot, T* hot_rows,
+          int64_t stride, int64_t table, T* output)
       : kernels_(kernels),
+        hot_(hot),
+        hot_rows_(hot_rows),
+        stride_(stride),
         pooled_(pooled),
         row_starts_(lookup.plan.row_starts),
         lookups_(lookup.plan.lookups),
@@ -36,20 +42,28 @@ class BagSink {
 
   // Takes a row that was made at `made`.
   void deliver(int64_t row, const T* made) const {
+    const int64_t begin = row_starts_[row], end = row_starts_[row + 1];
+    if (factors_ == nullptr && end - begin == 1) return;
+    if (hot_.is_hot(row)) {
+      std::copy_n(made, dim_, hot_rows_ + hot_.find(row) * stride_);
+    } else {
+      spread(begin, end, made);
+    }
+  }
+
+  // Writes a row to the bags of the lookups [begin, end), in key order.
+  void spread(int64_t begin, int64_t end, const T* row) const {
     constexpr int64_t kBlock = 16;
-    const int64_t end = row_starts_[row + 1];
-    int64_t at = row_starts_[row];
-    if (factors_ == nullptr && end - at == 1) return;
     T* bags[kBlock];
     T factors[kBlock];
-    for (; at < end; at += kBlock) {
+    for (int64_t at = begin; at < end; at += kBlock) {
       const int64_t n = std::min(kBlock, end - at);
       for (int64_t i = 0; i < n; ++i) {
         bags[i] = bag_of(at + i);
         prefetch(bags[i], dim_);
         if (factors_ != nullptr) factors[i] = factors_[lookups_[at + i]];
       }
-      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, made);
+      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, row);
     }
   }
 
@@ -58,6 +72,9 @@ class BagSink {
   T* bag_of(int64_t i) const { return output_ + pooled_.offset(table_, bags_[lookups_[i]]); }
 
   const Kernels<T>& kernels_;
+  const HotRows& hot_;
+  T* hot_rows_;
+  const int64_t stride_;
   const PooledRows& pooled_;
   const int32_t* row_starts_;
   const int32_t* lookups_;
