@@ -53,7 +53,7 @@ class StepProfiler:
         cuda: also count the GPU's time.
     """
 
-    def __init__(self, steps: int, skip: int = 5, *, cuda: bool = False) -> None:
+    def __init__(self, steps: int, skip: int = 2, *, cuda: bool = False) -> None:
         self._first, self._last = skip, skip + steps
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._step = 0

@@ -111,6 +111,8 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
 
 def show_breakdown(console: Console, parts: Sequence[Part], cuda: bool) -> None:
     """Prints where the time of a step goes."""
+    if not parts:
+        console.say("no breakdown of a step: too few steps for it, or training.profile_steps is 0")
     for is_phase, title in ((True, "Time of a step on rank 0"), (False, "Operations within it")):
         chosen = [part for part in parts if part.is_phase == is_phase]
         if not chosen:
