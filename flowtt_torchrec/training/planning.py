@@ -18,7 +18,6 @@ from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.distributed import (
@@ -76,14 +75,13 @@ def make_topology(machine: Machine) -> Topology:
 
 
 def make_sharders(specs: Mapping[str, TTSpec], seed: int = 0) -> list[ModuleSharder[Any]]:
-    """TorchRec's sharders, but for embedding bag collections the one that knows tensor trains.
+    """TorchRec's sharders, and last, which counts for embedding bag collections, the one that knows tensor trains.
 
     Args:
         specs: of the tensor-train tables.
         seed: of their initial cores.
     """
-    stock = [sharder for sharder in get_default_sharders() if sharder.module_type is not EmbeddingBagCollection]
-    return [TTEmbeddingBagCollectionSharder(specs, seed=seed), *stock]
+    return [*get_default_sharders(), TTEmbeddingBagCollectionSharder(specs, seed=seed)]
 
 
 class Planning:
