@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowtt_torchrec.precision import check_weight_dtype, compute_dtype, random_bits, round_stochastically, round_weights
+from flowtt_torchrec.precision import (
+    check_weight_dtype,
+    compute_dtype,
+    random_bits,
+    round_stochastically,
+    round_weights,
+)
 
 reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 

@@ -1,8 +1,8 @@
 // bfloat16 and float16 numbers as 16 bits: widening to float, and rounding to nearest or stochastically.
 //
-// flowtt_torchrec/precision.py defines stochastic rounding; the bits here are the same. Everything is integer arithmetic
-// without branches, so that compilers can vectorise it, and `static`, so that files compiled for different instruction
-// sets share nothing.
+// flowtt_torchrec/precision.py defines stochastic rounding; the bits here are the same. Everything is integer
+// arithmetic without branches, so that compilers can vectorise it, and `static`, so that files compiled for different
+// instruction sets share nothing.
 #pragma once
 
 #include <cstdint>
