@@ -34,9 +34,9 @@ struct PartialOwner {
 template <class T>
 class FlowGradients {
  public:
-  static constexpr int64_t kFlowBlock = 8;     // flows of one owner slice taken together
-  static constexpr int64_t kProductBlock = 4;  // flows whose prefix products are made at once
-  static constexpr int64_t kRowBlock = 8;      // rows of a flow taken together
+  // Rows of `left` of the flows of one owner slice that are taken together.
+  static constexpr int64_t kBlockRows = 36;
+  static constexpr int64_t kRowBlock = 8;  // rows of a flow taken together
 
   // Scratch memory is `arena`'s, that of what `run` returns is `kept`'s.
   FlowGradients(const Kernels<T>& kernels, Arena* arena, Arena* kept, const Lookup<T>& lookup,
@@ -55,14 +55,18 @@ class FlowGradients {
         geometry_(table_, kernels.rank_multiple),
         shape_(geometry_.row_shape()),
         row_kernels_(kernels.rows(shape_)),
+        block_(geometry_.flows_of_rows(kBlockRows)),
+        product_block_(geometry_.flows_of_rows(kProductRows)),
         outer_(table_, geometry_),
-        products_(kernels, arena, lookup.weights, table_, geometry_, kFlowBlock, kProductBlock),
+        last_is_far_(
+            is_far(table_.p[table_.last()] * outer_[OuterCores::kLast].stride() * static_cast<int64_t>(sizeof(T)))),
+        products_(kernels, arena, lookup.weights, table_, geometry_, block_, product_block_),
         row_gradients_(arena->take<T>(kRowBlock * geometry_.dim)),
         grad_owner_(arena->take<T>(geometry_.owner_size())),
         owner_slice_(arena->take<T>(table_.slice_size(table_.owner()))) {
     if (!geometry_.two_cores) {
-      grad_c_ = arena->take<T>(kFlowBlock * geometry_.c_size());
-      grad_left_ = arena->take<T>(kFlowBlock * geometry_.left_rows * geometry_.left_rank_padded);
+      grad_c_ = arena->take<T>(block_ * geometry_.c_size());
+      grad_left_ = arena->take<T>(block_ * geometry_.left_rows * geometry_.left_rank_padded);
       const int64_t size = geometry_.owner_columns * geometry_.left_rank_padded;
       owner_transposed_ = arena->take<T>(size);
       std::fill_n(owner_transposed_, size, T(0));  // padding stays 0
@@ -86,8 +90,8 @@ class FlowGradients {
       const int64_t first_flow = flow, key = key_of(flow), owner = table_.owner_key(key);
       const int64_t owner_end = end_of_owner(table_, plan_, flow, end_);
       start_owner(key, owner_end - flow, owner_end < end_ ? key_of(owner_end) : -1);
-      for (; flow < owner_end; flow = std::min(flow + kFlowBlock, owner_end)) {
-        take_block(flow, std::min(kFlowBlock, owner_end - flow), flow > first_flow);
+      for (; flow < owner_end; flow = std::min(flow + block_, owner_end)) {
+        take_block(flow, std::min(block_, owner_end - flow), flow > first_flow);
       }
       const bool shared = (first_flow > segment_.flow_begin && table_.owner_key(key_of(first_flow - 1)) == owner) ||
                           (flow < segment_.flow_end && table_.owner_key(key_of(flow)) == owner);
@@ -131,8 +135,8 @@ class FlowGradients {
       return;
     }
     for (int64_t i = 0; i < n; ++i) {
-      if (i % kProductBlock == 0) products_.multiply(i, std::min(kProductBlock, n - i));
-      take_rows(flow + i, products_.c(i % kProductBlock), grad_c_ + i * g.c_size(), false);
+      if (i % product_block_ == 0) products_.multiply(i, std::min(product_block_, n - i));
+      take_rows(flow + i, products_.c(i % product_block_), grad_c_ + i * g.c_size(), false);
     }
     const int64_t rows = n * g.left_rows;
     kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_, g.owner_columns, 1, owner_transposed_,
@@ -182,8 +186,10 @@ class FlowGradients {
   FLOWTT_PREFETCHING void prefetch_row(int64_t row) const {
     const int64_t further = std::min(row + kPrefetch, last_row_ - 1);
     prefetch(plan_.bags + plan_.lookups[plan_.row_starts[further]], 1);
-    const T* slot = touched_[OuterCores::kLast].find(table_.digit(plan_.row_keys[row], table_.last()));
-    if (slot != nullptr) prefetch(slot, outer_[OuterCores::kLast].stride());
+    if (last_is_far_) {
+      const T* slot = touched_[OuterCores::kLast].find(table_.digit(plan_.row_keys[row], table_.last()));
+      if (slot != nullptr) prefetch_far(slot, outer_[OuterCores::kLast].stride());
+    }
     prefetch(rows_.of_bag(segment_.table, plan_.lookups[plan_.row_starts[row]]), geometry_.dim);
   }
 
@@ -236,12 +242,15 @@ class FlowGradients {
   const Geometry geometry_;
   const RowShape shape_;
   const RowKernels<T> row_kernels_;
+  const int64_t block_;          // flows taken together
+  const int64_t product_block_;  // flows whose prefix products are made at once
   const OuterCores outer_;
+  const bool last_is_far_;
   PrefixProducts<T> products_;
   OuterGradients<T> touched_;
   T* row_gradients_;               // [kRowBlock, dim]
-  T* grad_c_ = nullptr;            // [kFlowBlock, m, rank_padded]
-  T* grad_left_ = nullptr;         // [kFlowBlock, left_rows, left_rank_padded]
+  T* grad_c_ = nullptr;            // [block, m, rank_padded]
+  T* grad_left_ = nullptr;         // [block, left_rows, left_rank_padded]
   T* owner_transposed_ = nullptr;  // [owner_columns, left_rank_padded]
   T* grad_owner_;                  // [left_rank, owner_columns]
   T* owner_slice_;                 // grad_owner_ without padding

@@ -32,6 +32,9 @@ struct Geometry {
     four_cores = owner == 2;
   }
 
+  // How many flows make `rows` rows of `left`, or a little more.
+  int64_t flows_of_rows(int64_t rows) const { return (rows + left_rows - 1) / left_rows; }
+
   RowShape row_shape() const { return {m, q, rank, rank_padded}; }
   int64_t scratch_size() const { return (m + 15) / 16 * 16 * rank_padded; }  // of RowKernels::forward
   int64_t left_size() const { return left_rows * left_rank; }

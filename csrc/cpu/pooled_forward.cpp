@@ -8,13 +8,13 @@
 #include "cpu/isa.h"
 #include "cpu/partition.h"
 #include "cpu/pooled_rows.h"
+#include "cpu/prefetch.h"
 #include "cpu/prefix_products.h"
 #include "cpu/row_sinks.h"
 
 namespace flowtt::cpu {
 namespace {
 
-constexpr int64_t kFlowBlock = 4;   // flows whose prefix products are made at once
 constexpr int64_t kRowBlock = 8;    // rows of a flow made at once
 constexpr int64_t kPrefetch = 16;   // rows between asking for memory and using it
 constexpr int64_t kSumBlock = 128;  // rows of a bag summed at once
@@ -141,9 +141,11 @@ class Forward {
     const RowKernels<T> row_kernels = kernels_.rows(shape);
     const T* last_core = lookup_.weights + table.core_offset[table.last()];
     const int64_t last_size = table.slice_size(table.last());
+    const bool last_is_far = is_far(table.p[table.last()] * last_size * static_cast<int64_t>(sizeof(T)));
     const int64_t last_mask = table.digit_mask[table.last()];
     const auto last_slice = [=](int64_t key) { return last_core + (key & last_mask) * last_size; };
-    PrefixProducts<T> products(kernels_, arena, lookup_.weights, table, geometry, kFlowBlock, kFlowBlock);
+    const int64_t block = geometry.flows_of_rows(kProductRows);
+    PrefixProducts<T> products(kernels_, arena, lookup_.weights, table, geometry, block, block);
     T* spare = arena->take<T>(kRowBlock * geometry.dim);
     T* scratch = arena->take<T>(geometry.scratch_size());
 
@@ -155,7 +157,7 @@ class Forward {
         owner_end = end_of_owner(table, plan, flow, end);
         products.set_owner(key_of(flow), owner_end - flow, owner_end < end ? key_of(owner_end) : -1);
       }
-      const int64_t n = std::min(kFlowBlock, owner_end - flow);
+      const int64_t n = std::min(block, owner_end - flow);
       for (int64_t i = 0; i < n; ++i) products.set_left(i, key_of(flow + i));
       products.multiply(0, n);
       for (int64_t i = 0; i < n; ++i) {
@@ -163,7 +165,7 @@ class Forward {
         for (int64_t row = plan.flow_starts[flow + i]; row < row_end; row += kRowBlock) {
           const int64_t count = std::min(kRowBlock, row_end - row);
           for (const int64_t ahead = std::min(row + count + kPrefetch, last_row); prefetched < ahead; ++prefetched) {
-            prefetch(last_slice(plan.row_keys[prefetched]), last_size);
+            if (last_is_far) prefetch(last_slice(plan.row_keys[prefetched]), last_size);
             sink.prefetch_row(prefetched);
           }
           const T* last[kRowBlock];

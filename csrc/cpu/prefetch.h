@@ -22,4 +22,7 @@ FLOWTT_PREFETCHING void prefetch_far(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i, 0, 2);
 }
 
+// Whether it pays to ask early for slices of a core of this size, rather than leave it to the second-level cache.
+inline bool is_far(int64_t bytes) { return bytes > (int64_t{1} << 20); }
+
 }  // namespace flowtt::cpu

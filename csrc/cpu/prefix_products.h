@@ -14,6 +14,10 @@
 
 namespace flowtt::cpu {
 
+// Rows of `left` whose products with an owner slice are made at once: enough to reuse what is loaded, and few enough
+// that the products are still in the first-level cache when their flows' rows are made.
+constexpr int64_t kProductRows = 12;
+
 // Makes `left` of up to `left_capacity` flows, and C of up to `c_capacity` of them at a time; see Geometry for what
 // they are.
 template <class T>
