@@ -71,7 +71,7 @@ def measure(spec: TTSpec, batch_size: int, per_bag: int, device: str, repetition
         "forward": lambda: native.pooled_forward(weights, layout, offsets, plan),
         "backward": lambda: native.pooled_backward(grad_output, weights, layout, offsets, plan),
         "backward and update": lambda: native.pooled_backward_update(
-            grad_output, weights, momentum, layout, offsets, plan, optimizer
+            grad_output, weights, momentum, None, layout, offsets, plan, optimizer
         ),
     }
     for flow in (Flow.UNIQUE, Flow.DIRECT):

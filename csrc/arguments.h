@@ -3,15 +3,19 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "flowtt/batch.h"
+#include "flowtt/plan.h"
 #include "flowtt/table.h"
 
 namespace flowtt {
@@ -124,6 +128,40 @@ inline Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t n
           "; allowed: 0 to ", num_tables - 1);
   }
   return batch;
+}
+
+inline Optimizer read_optimizer(int64_t number, double beta1, double beta2, int64_t step) {
+  check(0 <= number && number <= 3, "optimizer must be 0 (SGD), 1 (Adagrad), 2 (row-wise Adagrad) or 3 (Adam), not ",
+        number);
+  const auto optimizer = static_cast<Optimizer>(number);
+  if (optimizer == Optimizer::kAdam) {
+    check(0 <= beta1 && beta1 < 1 && 0 <= beta2 && beta2 < 1, "beta1 and beta2 must be at least 0 and below 1, not ",
+          beta1, " and ", beta2);
+    check(step >= 1, "step must be at least 1 for Adam, not ", step);
+  }
+  return optimizer;
+}
+
+// What Adam divides an average of `step` values by, which began at 0 and decays by `beta`.
+inline double bias_correction(double beta, int64_t step) { return 1 - std::pow(beta, static_cast<double>(step)); }
+
+// Elements that an optimizer's momenta have; 0 where it has none.
+struct MomentumSizes {
+  int64_t first, second;
+};
+
+// Checks that the momenta which the optimizer has are given, and no others.
+inline MomentumSizes momentum_sizes(Optimizer optimizer, const std::optional<Tensor>& momentum1,
+                                    const std::optional<Tensor>& momentum2, int64_t parameters,
+                                    const std::vector<Table>& tables) {
+  const bool has_first = optimizer != Optimizer::kSgd, has_second = optimizer == Optimizer::kAdam;
+  check(momentum1.has_value() == has_first, "momentum1 must be given for Adagrad, row-wise Adagrad and Adam only");
+  check(momentum2.has_value() == has_second, "momentum2 must be given for Adam, and for it only");
+  int64_t slices = 0;
+  for (const Table& table : tables) {
+    for (int k = 0; k < table.num_cores; ++k) slices = std::max(slices, table.slice_offset[k] + table.p[k]);
+  }
+  return {!has_first ? 0 : optimizer == Optimizer::kRowwiseAdagrad ? slices : parameters, has_second ? parameters : 0};
 }
 
 }  // namespace flowtt

@@ -237,41 +237,40 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
   return {grad_weights, grad_factors};
 }
 
-void check_momentum(const std::optional<Tensor>& momentum1, Optimizer optimizer, const Tensor& weights,
-                    const std::vector<Table>& tables) {
-  if (optimizer == Optimizer::kSgd) {
-    check(!momentum1, "momentum1 must not be given for SGD");
-    return;
-  }
-  check(momentum1.has_value(), "momentum1 must be given for ",
-        optimizer == Optimizer::kAdagrad ? "Adagrad" : "row-wise Adagrad");
-  int64_t slices = 0;
-  for (const Table& table : tables) {
-    for (int k = 0; k < table.num_cores; ++k) slices = std::max(slices, table.slice_offset[k] + table.p[k]);
-  }
-  check_shape("momentum1", *momentum1, {optimizer == Optimizer::kAdagrad ? weights.numel() : slices});
-  check_type("momentum1", *momentum1, weights.scalar_type());
+// The momentum's elements, checked; null if the optimizer has none.
+template <class T>
+T* momentum_data(const char* name, std::optional<Tensor>& momentum, int64_t size, const Tensor& weights) {
+  if (!momentum) return nullptr;
+  check_shape(name, *momentum, {size});
+  check_type(name, *momentum, weights.scalar_type());
+  return momentum->mutable_data_ptr<T>();
 }
 
-Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1, Tensor tables,
-                              Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
-                              Tensor row_starts, Tensor flow_starts, Tensor counts,
-                              std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1,
+                              std::optional<Tensor> momentum2, Tensor tables, Tensor features, Tensor offsets,
+                              Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
+                              Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay) {
+                              double weight_decay, double beta1, double beta2, int64_t step) {
   const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
-  check(0 <= optimizer && optimizer <= 2, "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ",
-        optimizer);
-  check_momentum(momentum1, static_cast<Optimizer>(optimizer), weights, problem.tables);
+  const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
+  const MomentumSizes sizes = momentum_sizes(kind, momentum1, momentum2, weights.numel(), problem.tables);
   Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
     const cpu::UpdateRule<T> rule{static_cast<typename cpu::UpdateRule<T>::Kind>(optimizer),
-                                  static_cast<T>(learning_rate), static_cast<T>(eps), static_cast<T>(weight_decay)};
+                                  static_cast<T>(learning_rate),
+                                  static_cast<T>(eps),
+                                  static_cast<T>(weight_decay),
+                                  static_cast<T>(beta1),
+                                  static_cast<T>(beta2),
+                                  static_cast<T>(bias_correction(beta1, step)),
+                                  static_cast<T>(bias_correction(beta2, step))};
     const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, weights.mutable_data_ptr<T>(),
-                                    momentum1 ? momentum1->mutable_data_ptr<T>() : nullptr);
+                                    momentum_data<T>("momentum1", momentum1, sizes.first, weights),
+                                    momentum_data<T>("momentum2", momentum2, sizes.second, weights));
     cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
                             grad_output.const_data_ptr<T>(), sink,
                             per_sample_weights_grad ? grad_factors.mutable_data_ptr<T>() : nullptr);

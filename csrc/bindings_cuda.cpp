@@ -257,31 +257,37 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
   return {grad_weights, grad_factors};
 }
 
-Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1, Tensor tables,
-                              Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
-                              Tensor row_starts, Tensor flow_starts, Tensor counts,
-                              std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
+// The momentum's elements, checked; null if the optimizer has none.
+float* momentum_data(Problem& problem, const char* name, std::optional<Tensor>& momentum, int64_t size) {
+  if (!momentum) return nullptr;
+  problem.floats(name, *momentum, {size});
+  return static_cast<float*>(momentum->mutable_data_ptr());
+}
+
+Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<Tensor> momentum1,
+                              std::optional<Tensor> momentum2, Tensor tables, Tensor features, Tensor offsets,
+                              Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
+                              Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay) {
+                              double weight_decay, double beta1, double beta2, int64_t step) {
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
-  check(0 <= optimizer && optimizer <= 2, "optimizer must be 0 (SGD), 1 (Adagrad) or 2 (row-wise Adagrad), not ",
-        optimizer);
-  const auto kind = static_cast<Optimizer>(optimizer);
-  check(momentum1.has_value() == (kind != Optimizer::kSgd), "momentum1 must be given for Adagrad, and only for it");
-  if (momentum1) {
-    int64_t slices = 0;
-    for (const Table& table : problem.batch.tables) {
-      for (int k = 0; k < table.num_cores; ++k) slices = std::max(slices, table.slice_offset[k] + table.p[k]);
-    }
-    problem.floats("momentum1", *momentum1, {kind == Optimizer::kAdagrad ? weights.numel() : slices});
-  }
+  const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
+  const MomentumSizes sizes = momentum_sizes(kind, momentum1, momentum2, weights.numel(), problem.batch.tables);
+  float* const first = momentum_data(problem, "momentum1", momentum1, sizes.first);
+  float* const second = momentum_data(problem, "momentum2", momentum2, sizes.second);
   const Device device(weights);
   Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
-  const cuda::Update update{kind, static_cast<float>(learning_rate), static_cast<float>(eps),
-                            static_cast<float>(weight_decay),
-                            momentum1 ? static_cast<float*>(momentum1->mutable_data_ptr()) : nullptr};
+  const UpdateRule rule{kind,
+                        static_cast<float>(learning_rate),
+                        static_cast<float>(eps),
+                        static_cast<float>(weight_decay),
+                        static_cast<float>(beta1),
+                        static_cast<float>(beta2),
+                        static_cast<float>(bias_correction(beta1, step)),
+                        static_cast<float>(bias_correction(beta2, step))};
+  const cuda::Update update{rule, first, second};
   Workspace workspace(weights, device.stream());
   cuda::pooled_backward_update(problem.batch, problem.plan, static_cast<float*>(weights.mutable_data_ptr()),
                                problem.pooling, targets, update, workspace.context());

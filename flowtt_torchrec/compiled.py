@@ -116,6 +116,7 @@ class CompiledOps:
         grad_output: Tensor,
         weights: Tensor,
         momentum1: Tensor | None,
+        momentum2: Tensor | None,
         layout: TTLayout,
         offsets: Tensor,
         plan: FlowPlan,
@@ -123,12 +124,14 @@ class CompiledOps:
         per_sample_weights: Tensor | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
         per_sample_weights_grad: bool = False,
+        step: int = 0,
     ) -> Tensor:
         self._mirror_determinism(weights)
         return self._ops.pooled_backward_update(
             grad_output.contiguous(),
             weights,
             momentum1,
+            momentum2,
             layout.tables,
             layout.features,
             offsets.contiguous(),
@@ -140,6 +143,9 @@ class CompiledOps:
             optimizer.learning_rate,
             optimizer.eps,
             optimizer.weight_decay,
+            optimizer.beta1,
+            optimizer.beta2,
+            step,
         )
 
     def _mirror_determinism(self, weights: Tensor) -> None:
@@ -228,6 +234,7 @@ def _fake_pooled_backward_update(
     grad_output: Tensor,
     weights: Tensor,
     momentum1: Tensor | None,
+    momentum2: Tensor | None,
     tables: Tensor,
     features: Tensor,
     offsets: Tensor,
@@ -244,6 +251,9 @@ def _fake_pooled_backward_update(
     learning_rate: float,
     eps: float,
     weight_decay: float,
+    beta1: float,
+    beta2: float,
+    step: int,
 ) -> Tensor:
     return weights.new_empty(lookups.numel() if per_sample_weights_grad else 0)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowtt_torchrec import ops
 from flowtt_torchrec.cores import default_std, from_dense, init_cores
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.optimizers import OptimizerSpec, apply_gradient, init_state, split_state, state_names
+from flowtt_torchrec.optimizers import STEP, OptimizerSpec, apply_gradient, init_state, split_state, state_names
 from flowtt_torchrec.reference import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec
 
@@ -35,7 +35,10 @@ class _FlatCores(nn.Module):
         if optimizer is not None:
             # Not persistent as buffers: _save_to_state_dict writes them core by core.
             for name, state in init_state(layout, optimizer.kind, dtype=dtype, device=self.weights.device).items():
-                self.register_buffer(name, state, persistent=False)
+                if name == STEP:  # no buffer: stays on the CPU, where it is read
+                    self.step = state
+                else:
+                    self.register_buffer(name, state, persistent=False)
 
     def _core_key(self, table: str, core: int) -> str:
         """Name of a core in the state dict, under the module's own prefix."""
@@ -101,9 +104,10 @@ class _FlatCores(nn.Module):
             if strict:
                 missing_keys.extend(missing)
             error_msgs.extend(errors)
-            if errors or (missing and assign):  # a flat tensor is assigned whole or not at all
+            assigned = assign and name != STEP
+            if errors or (missing and assigned):  # a flat tensor is assigned whole or not at all
                 continue
-            if assign:
+            if assigned:
                 flat = torch.cat([found[key].flatten() for key in pieces])
                 setattr(self, name, nn.Parameter(flat, self.weights.requires_grad) if name == "weights" else flat)
                 continue
@@ -133,8 +137,8 @@ class BatchedTTEmbeddingBags(_FlatCores):
         optimizer: the fused optimizer with its present learning rate, or none.
 
     State dict:
-        ``<table>.tt_core<k>`` for every core, ``k`` from 0, and with a fused optimizer
-        ``<table>.tt_core<k>.momentum1``.
+        ``<table>.tt_core<k>`` for every core, ``k`` from 0, and with a fused optimizer its state as
+        ``<table>.tt_core<k>.momentum1``; for Adam also ``exp_avg_sq`` and ``step``, the number of steps made.
 
     Raises:
         ValueError: as `TTLayout`, or for an unknown pooling.
@@ -208,7 +212,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
     def split_optimizer_state(self) -> dict[str, list[dict[str, Tensor]]]:
         """The fused optimizer's state by table and core, e.g. ``{"momentum1": …}``: views that share its memory.
 
-        A view is shaped as the core, or ``[p_k]`` for row-wise Adagrad; SGD has none.
+        A view is shaped as the core, or ``[p_k]`` for row-wise Adagrad; SGD has none. Adam's ``step`` is ``[]``.
         """
         if self.optimizer is None:
             return {spec_name: [{} for _ in spec.p] for spec_name, spec in zip(self.layout.names, self.layout.specs)}
@@ -219,7 +223,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
 
         Args:
             grad: ``[layout.num_parameters]``.
-            touched: bool ``[layout.num_slices]``, slices that were looked up; needed with weight decay.
+            touched: bool ``[layout.num_slices]``, slices that were looked up; needed with weight decay, and by Adam.
         """
         if self.optimizer is None:
             raise RuntimeError("no fused optimizer; give the gradient to the torch optimizer of these tables")

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from flowtt_torchrec import native, reference
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.optimizers import SGD, OptimizerSpec, state_names
+from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, next_step, state_names
 from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 
 BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
@@ -204,20 +204,18 @@ def fused_lookup(
     missing = [name for name in state_names(optimizer.kind) if name not in state]
     if missing:
         raise ValueError(f"{optimizer.kind} needs the state {missing[0]!r}; make it with optimizers.init_state")
-    momentum1 = None if optimizer.kind == SGD else state["momentum1"]
+    kept = [state[name] if name in state_names(optimizer.kind) else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
     mode = _option("pooling", pooling, _POOLING)
-    return _FusedLookup.apply(
-        weights, per_sample_weights, momentum1, offsets, *plan, layout, optimizer, mode, _backend()
-    )
+    return _FusedLookup.apply(weights, per_sample_weights, *kept, offsets, *plan, layout, optimizer, mode, _backend())
 
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
-        per_sample_weights, momentum1, offsets, *plan, layout, optimizer, mode, backend = args
+        per_sample_weights, momentum1, momentum2, steps, offsets, *plan, layout, optimizer, mode, backend = args
         # A compiled graph guards its saved tensors itself, and cannot trace versions.
         ctx.weights, ctx.version = weights, None if torch.compiler.is_compiling() else weights._version
-        ctx.momentum1 = momentum1
+        ctx.momentum1, ctx.momentum2, ctx.steps = momentum1, momentum2, steps
         ctx.save_for_backward(per_sample_weights, offsets, *plan)
         ctx.layout, ctx.optimizer, ctx.mode, ctx.backend = layout, optimizer, mode, backend
         return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
@@ -237,6 +235,7 @@ class _FusedLookup(torch.autograd.Function):
             grad_output,
             ctx.weights,
             ctx.momentum1,
+            ctx.momentum2,
             ctx.layout,
             offsets,
             FlowPlan(*plan),
@@ -244,7 +243,10 @@ class _FusedLookup(torch.autograd.Function):
             per_sample_weights,
             ctx.mode,
             wants_per_sample_weights,
+            next_step(ctx.layout, ctx.steps),
         )
+        if ctx.steps is not None:
+            ctx.steps.add_(1)
         if ctx.version is not None:
             torch.autograd.graph.increment_version(ctx.weights)
         rest = (None,) * (len(ctx.needs_input_grad) - 2)

@@ -1,13 +1,20 @@
 """Fused optimizers on cores: which there are, their hyper-parameters, and their state.
 
-All core gradients are taken at the weights before the step. Then, with ``g = gradient + weight_decay * w`` and only on
-slices ``G_k[i_k]`` that the batch looked up:
+All core gradients are taken at the weights before the step, which is then made only on slices ``G_k[i_k]`` that the
+batch looked up. With ``g = gradient + weight_decay * w``:
 
 * ``"sgd"``: ``w -= learning_rate * g``
 * ``"adagrad"``: ``m += g**2``, ``w -= learning_rate * g / (sqrt(m) + eps)``, one ``m`` an element
 * ``"rowwise_adagrad"``: ``m += mean(g**2)`` over the slice, the same update, one ``m`` a slice
 
-They are torch.optim's SGD and Adagrad and FBGEMM's row-wise Adagrad, a slice taking the place of a row.
+They are torch.optim's SGD and Adagrad and FBGEMM's row-wise Adagrad, a slice taking the place of a row. And, with the
+plain ``gradient``, ``t`` the number of the step, and both averages one an element:
+
+* ``"adam"``: ``m = beta1 * m + (1 - beta1) * gradient``, ``v = beta2 * v + (1 - beta2) * gradient**2``,
+  ``w -= learning_rate * (m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w)``
+
+This is ``EmbOptimType.ADAM`` of FBGEMM: torch.optim.AdamW on what was looked up. Steps are counted from 1 for a whole
+group of tables, also those in which a slice was not looked up.
 """
 
 from __future__ import annotations
@@ -21,8 +28,10 @@ from torch import Tensor
 from flowtt_torchrec.layout import NUM_CORES, SLICE_OFFSETS, TTLayout
 from flowtt_torchrec.spec import MAX_CORES
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD = "sgd", "adagrad", "rowwise_adagrad"
-KINDS = (SGD, ADAGRAD, ROWWISE_ADAGRAD)  # an optimizer's place here is its number in the compiled ops
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
+KINDS = (SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)  # an optimizer's place here is its number in the compiled ops
+
+MOMENTUM1, MOMENTUM2, STEP = "momentum1", "exp_avg_sq", "step"  # as TorchRec names the state of its fused optimizers
 
 
 @dataclass(frozen=True)
@@ -30,19 +39,23 @@ class OptimizerSpec:
     """A fused optimizer and its hyper-parameters.
 
     Args:
-        kind: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
+        kind: ``"sgd"``, ``"adagrad"``, ``"rowwise_adagrad"`` or ``"adam"``.
         learning_rate: step size.
         eps: added to the root of the accumulator; not used by SGD.
-        weight_decay: L2 penalty, added to the gradient of slices that the batch looked up.
+        weight_decay: of slices that the batch looked up: an L2 penalty added to their gradient, or beside it for Adam.
+        beta1: decay of Adam's average of gradients.
+        beta2: decay of Adam's average of squared gradients.
 
     Raises:
-        ValueError: for an unknown kind or a negative number.
+        ValueError: for an unknown kind, a negative number or a decay that is not below 1.
     """
 
     kind: str
     learning_rate: float = 0.01
     eps: float = 1e-8
     weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -50,32 +63,79 @@ class OptimizerSpec:
         for field in ("learning_rate", "eps", "weight_decay"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{self.kind} needs {field} of at least 0, not {getattr(self, field)}")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"{self.kind} needs {field} of at least 0 and below 1, not {getattr(self, field)}")
+
+    @property
+    def needs_touched(self) -> bool:
+        """Whether a slice whose gradient is 0 is stepped differently from one that was not looked up."""
+        return self.kind == ADAM or self.weight_decay > 0
 
 
 def state_names(kind: str) -> tuple[str, ...]:
-    """Names of the state tensors that an optimizer keeps, as FBGEMM calls them."""
-    return () if kind == SGD else ("momentum1",)
+    """Names of the state tensors that an optimizer keeps, as TorchRec calls them."""
+    if kind == ADAM:
+        return MOMENTUM1, MOMENTUM2, STEP
+    return () if kind == SGD else (MOMENTUM1,)
 
 
 def init_state(
     layout: TTLayout, kind: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """State of an optimizer before its first step: zeros, one an element, or one a slice for row-wise Adagrad."""
+    """State of an optimizer before its first step: zeros, one an element, or one a slice for row-wise Adagrad.
+
+    ``"step"``, the number of steps made so far, is int64 ``[num_tables]`` and always on the CPU, where it is read. All
+    tables have the same; each has its own so that a state dict says so for every table.
+    """
     size = layout.num_slices if kind == ROWWISE_ADAGRAD else layout.num_parameters
-    return {name: torch.zeros(size, dtype=dtype, device=device) for name in state_names(kind)}
+    return {
+        name: torch.zeros(layout.num_tables, dtype=torch.int64, device="cpu")
+        if name == STEP
+        else torch.zeros(size, dtype=dtype, device=device)
+        for name in state_names(kind)
+    }
 
 
 def split_state(layout: TTLayout, kind: str, state: Mapping[str, Tensor]) -> dict[str, list[dict[str, Tensor]]]:
-    """Views of the state by table and core: shaped as the core, or ``[p_k]`` for row-wise Adagrad."""
+    """Views of the state by table and core: shaped as the core, or ``[p_k]`` for row-wise Adagrad; ``step`` ``[]``."""
     split: dict[str, list[dict[str, Tensor]]] = {
         name: [{} for _ in spec.p] for name, spec in zip(layout.names, layout.specs)
     }
     views_of = layout.slice_views if kind == ROWWISE_ADAGRAD else layout.core_views
     for state_name, flat in state.items():
-        for name, views in zip(layout.names, views_of(flat)):
-            for core_state, view in zip(split[name], views):
+        if state_name == STEP:
+            views = [[of_table] * spec.num_cores for of_table, spec in zip(flat.unbind(), layout.specs)]
+        else:
+            views = views_of(flat)
+        for name, of_table in zip(layout.names, views):
+            for core_state, view in zip(split[name], of_table):
                 core_state[state_name] = view
     return split
+
+
+def next_step(layout: TTLayout, steps: Tensor | None) -> int:
+    """Number of the step that comes next, from 1; 0 for an optimizer that does not count.
+
+    Args:
+        layout: the tables.
+        steps: ``"step"`` of the optimizer's state, if it has that.
+
+    Raises:
+        ValueError: naming two tables, if a state dict has given them different numbers of steps.
+    """
+    if steps is None:
+        return 0
+    if torch.compiler.is_compiling():  # tables cannot be told apart there
+        return int(steps[0].item()) + 1
+    made = steps.tolist()
+    for name, count in zip(layout.names, made):
+        if count != made[0]:
+            raise ValueError(
+                f"tables {layout.names[0]!r} and {name!r} are stepped together, but their optimizer state says that "
+                f"they have made {made[0]} and {count} steps; load state of the same step for both"
+            )
+    return made[0] + 1
 
 
 @torch.no_grad()
@@ -97,19 +157,29 @@ def apply_gradient(
         weights: the cores of all tables, ``[layout.num_parameters]``.
         state: as `init_state` makes it.
         grad: gradient of ``weights``, zero on slices that no batch looked up.
-        touched: bool ``[layout.num_slices]``, slices that some batch looked up; read where there is weight decay.
+        touched: bool ``[layout.num_slices]``, slices that some batch looked up; read by Adam, and where there is
+            weight decay.
 
     Raises:
-        ValueError: for weight decay without ``touched``.
+        ValueError: for weight decay or Adam without ``touched``.
     """
+    if optimizer.needs_touched and touched is None:
+        raise ValueError(
+            f"{'Adam' if optimizer.kind == ADAM else 'weight decay'} changes touched slices only, so it must be known "
+            "which those are"
+        )
+    if optimizer.kind == ADAM:
+        assert touched is not None
+        _adam_step(optimizer, next_step(layout, state[STEP]), weights, state, grad, _spread(layout, touched))
+        state[STEP].add_(1)
+        return
     if optimizer.weight_decay:
-        if touched is None:
-            raise ValueError("weight decay falls on touched slices only, so it must be known which those are")
+        assert touched is not None
         grad = grad + optimizer.weight_decay * (weights * _spread(layout, touched))
     if optimizer.kind == SGD:
         weights.sub_(grad, alpha=optimizer.learning_rate)
         return
-    momentum1 = state["momentum1"]
+    momentum1 = state[MOMENTUM1]
     if optimizer.kind == ADAGRAD:
         momentum1.addcmul_(grad, grad)
         root = momentum1.sqrt()
@@ -121,6 +191,19 @@ def apply_gradient(
     root.add_(optimizer.eps)
     root.masked_fill_(root == 0, 1)  # no step yet and eps = 0: the gradient is 0 too
     weights.addcdiv_(grad, root, value=-optimizer.learning_rate)
+
+
+def _adam_step(
+    optimizer: OptimizerSpec, step: int, weights: Tensor, state: Mapping[str, Tensor], grad: Tensor, touched: Tensor
+) -> None:
+    """The step on elements where ``touched`` ``[num_parameters]`` is true."""
+    moment1, moment2 = state[MOMENTUM1], state[MOMENTUM2]
+    moment1.copy_(torch.where(touched, optimizer.beta1 * moment1 + (1 - optimizer.beta1) * grad, moment1))
+    moment2.copy_(torch.where(touched, optimizer.beta2 * moment2 + (1 - optimizer.beta2) * grad * grad, moment2))
+    root = (moment2 / (1 - optimizer.beta2**step)).sqrt_().add_(optimizer.eps)
+    root.masked_fill_(root == 0, 1)  # eps = 0, and there has been no gradient
+    change = (moment1 / (1 - optimizer.beta1**step)).div_(root).add_(weights, alpha=optimizer.weight_decay)
+    weights.sub_(change.mul_(touched), alpha=optimizer.learning_rate)
 
 
 def touched_slices(layout: TTLayout, row_keys: Tensor) -> Tensor:

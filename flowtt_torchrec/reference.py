@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
-from flowtt_torchrec.optimizers import ADAGRAD, ROWWISE_ADAGRAD, OptimizerSpec
+from flowtt_torchrec.optimizers import ADAGRAD, ADAM, SGD, OptimizerSpec
 
 
 class BoundsCheckMode(IntEnum):
@@ -184,6 +184,7 @@ def pooled_backward_update(
     grad_output: Tensor,
     weights: Tensor,
     momentum1: Tensor | None,
+    momentum2: Tensor | None,
     layout: TTLayout,
     offsets: Tensor,
     plan: FlowPlan,
@@ -191,12 +192,15 @@ def pooled_backward_update(
     per_sample_weights: Tensor | None = None,
     pooling_mode: PoolingMode = PoolingMode.SUM,
     per_sample_weights_grad: bool = False,
+    step: int = 0,
 ) -> Tensor:
-    """`pooled_backward`, then one step of a fused optimizer on ``weights`` and ``momentum1`` in place.
+    """`pooled_backward`, then one step of a fused optimizer on ``weights`` and both momenta in place.
 
     Args:
         momentum1: the optimizer's state as `flowtt_torchrec.optimizers.init_state` makes it, none for SGD.
+        momentum2: the average of squared gradients, for Adam only.
         optimizer: see `flowtt_torchrec.optimizers` for the formulas.
+        step: number of this step, from 1; read by Adam.
 
     Returns:
         The gradient of ``per_sample_weights``, taken before the step, or ``[0]`` where not asked for.
@@ -205,22 +209,31 @@ def pooled_backward_update(
         grad_output, weights, layout, offsets, plan, per_sample_weights, pooling_mode, per_sample_weights_grad
     )
     row_tables, row_digits = layout.split_keys(plan.row_keys[: int(plan.counts[0])])
-    cores, grads = layout.core_views(weights), layout.core_views(flat_grad)
-    elements = layout.core_views(momentum1) if momentum1 is not None and optimizer.kind == ADAGRAD else None
-    slices = layout.slice_views(momentum1) if momentum1 is not None and optimizer.kind == ROWWISE_ADAGRAD else None
     for table, spec in enumerate(layout.specs):
         for k in range(spec.num_cores):
             touched = row_digits[row_tables == table, k].unique()
-            core = cores[table][k]
-            grad = grads[table][k][touched] + optimizer.weight_decay * core[touched]
-            step = grad
-            if elements is not None:
-                elements[table][k][touched] += grad.square()
-                step = grad / (elements[table][k][touched].sqrt() + optimizer.eps)
-            elif slices is not None:
-                slices[table][k][touched] += grad.square().mean(dim=(1, 2, 3))
-                step = grad / (slices[table][k][touched].sqrt() + optimizer.eps)[:, None, None, None]
-            core[touched] -= optimizer.learning_rate * step
+            core, grad = layout.core_views(weights)[table][k], layout.core_views(flat_grad)[table][k][touched]
+            if optimizer.kind == ADAM:
+                assert momentum1 is not None
+                assert momentum2 is not None
+                m, v = layout.core_views(momentum1)[table][k], layout.core_views(momentum2)[table][k]
+                m[touched] = optimizer.beta1 * m[touched] + (1 - optimizer.beta1) * grad
+                v[touched] = optimizer.beta2 * v[touched] + (1 - optimizer.beta2) * grad.square()
+                root = (v[touched] / (1 - optimizer.beta2**step)).sqrt() + optimizer.eps
+                change = m[touched] / (1 - optimizer.beta1**step) / root + optimizer.weight_decay * core[touched]
+            elif optimizer.kind == SGD:
+                change = grad + optimizer.weight_decay * core[touched]
+            else:
+                assert momentum1 is not None
+                grad = grad + optimizer.weight_decay * core[touched]
+                if optimizer.kind == ADAGRAD:
+                    m, square = layout.core_views(momentum1)[table][k], grad.square()
+                else:
+                    m, square = layout.slice_views(momentum1)[table][k], grad.square().mean(dim=(1, 2, 3))
+                m[touched] += square
+                root = m[touched].sqrt() + optimizer.eps
+                change = grad / root.view(-1, *grad.shape[1:] if optimizer.kind == ADAGRAD else (1, 1, 1))
+            core[touched] -= optimizer.learning_rate * change
     return grad_per_sample_weights
 
 

@@ -40,12 +40,12 @@ class OpsOnDevice:
         return first.cpu(), second.cpu()
 
     def pooled_backward_update(
-        self, grad_output: Tensor, weights: Tensor, momentum1: Tensor | None, *args: Any
+        self, grad_output: Tensor, weights: Tensor, momentum1: Tensor | None, momentum2: Tensor | None, *args: Any
     ) -> Tensor:
-        moved = [self._there(value) for value in (grad_output, weights, momentum1)]
+        moved = [self._there(value) for value in (grad_output, weights, momentum1, momentum2)]
         gradient = self._ops.pooled_backward_update(*moved, *map(self._there, args))
         with torch.no_grad():
-            for to, value in zip((weights, momentum1), moved[1:]):
+            for to, value in zip((weights, momentum1, momentum2), moved[1:]):
                 if to is not None:
                     to.copy_(value)
         return gradient.cpu()

@@ -69,16 +69,16 @@ def large_batch():
         return batch, forward_backward_and_step(*batch, torch.float64, "prefix")
 
 
-def forward_backward_and_step(layout, indices, offsets, dtype, flow):
+def forward_backward_and_step(layout, indices, offsets, dtype, flow, kind="rowwise_adagrad"):
     weights = random_weights(layout, dtype).requires_grad_()
     output = ops.lookup(weights, layout, indices, offsets, pooling="mean", flow=flow)
     grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     grad = torch.autograd.grad(output, weights, grad_output)[0]
-    optimizer = OptimizerSpec("rowwise_adagrad", 0.01, weight_decay=0.1)
+    optimizer = OptimizerSpec(kind, 0.01, 1e-3, weight_decay=0.1)
     state = init_state(layout, optimizer.kind, dtype=dtype)
     fused = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state, flow=flow)
     fused.backward(grad_output)
-    return [output.detach(), grad, weights.detach(), state["momentum1"]]
+    return [output.detach(), grad, weights.detach(), *state.values()]
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
@@ -93,13 +93,15 @@ def test_any_instruction_set(large_batch, instructions, monkeypatch):
         assert torch.ops.flowtt.cpu_isa() == instructions
         for value, right in zip(forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix"), expected):
             assert_near(value, right, 2e-5)
-        layout = mixed_layout()
-        indices, offsets = random_batch(layout, batch_size=40, longest=8)
-        values = forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix")
-    with ops.use_backend("reference"):
-        expected = forward_backward_and_step(layout, indices, offsets, torch.float64, "prefix")
-    for value, right in zip(values, expected):
-        assert_near(value, right, 2e-5)
+    layout = mixed_layout()
+    indices, offsets = random_batch(layout, batch_size=40, longest=8)
+    for kind in KINDS:
+        with ops.use_backend("native"):
+            values = forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix", kind)
+        with ops.use_backend("reference"):
+            expected = forward_backward_and_step(layout, indices, offsets, torch.float64, "prefix", kind)
+        for value, right in zip(values, expected):
+            assert_near(value, right, 2e-5)
 
 
 def test_unknown_instruction_set(monkeypatch):
@@ -144,11 +146,12 @@ def opcheck_arguments():
     ]
     backward = [(grad_output, weights, *described, f, 1, f is not None) for f in (None, factors)]
     update = [
-        (grad_output, weights.clone(), m, *described, f, 0, f is not None, number, 0.1, 1e-8, 0.01)
-        for number, m, f in (
-            (0, None, None),
-            (1, torch.zeros(layout.num_parameters), factors),
-            (2, torch.zeros(layout.num_slices), None),
+        (grad_output, weights.clone(), *momenta, *described, f, 0, f is not None, number, 0.1, 1e-8, 0.01, 0.9, 0.99, 2)
+        for number, momenta, f in (
+            (0, (None, None), None),
+            (1, (torch.zeros(layout.num_parameters), None), factors),
+            (2, (torch.zeros(layout.num_slices), None), None),
+            (3, (torch.zeros(layout.num_parameters), torch.zeros(layout.num_parameters)), factors),
         )
     ]
     planning = [

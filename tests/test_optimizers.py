@@ -8,6 +8,7 @@ from tt_samples import (
     assert_near,
     both_backends,
     brute_force,
+    every_backend,
     layout_of,
     mixed_layout,
     random_batch,
@@ -20,6 +21,7 @@ from flowtt_torchrec.optimizers import (
     OptimizerSpec,
     apply_gradient,
     init_state,
+    next_step,
     split_state,
     state_names,
     touched_slices,
@@ -29,10 +31,12 @@ from flowtt_torchrec.optimizers import (
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("adam",), "unknown fused optimizer 'adam'; known: sgd, adagrad, rowwise_adagrad"),
+        (("lamb",), "unknown fused optimizer 'lamb'; known: sgd, adagrad, rowwise_adagrad, adam"),
         (("sgd", -0.1), "sgd needs learning_rate of at least 0, not -0.1"),
         (("adagrad", 0.1, float("nan")), "adagrad needs eps of at least 0, not nan"),
         (("sgd", 0.1, 0.0, -1.0), "weight_decay"),
+        (("adam", 0.1, 0.0, 0.0, 1.0), "adam needs beta1 of at least 0 and below 1, not 1.0"),
+        (("adam", 0.1, 0.0, 0.0, 0.9, -0.5), "adam needs beta2 of at least 0 and below 1, not -0.5"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):
@@ -42,7 +46,8 @@ def test_bad_settings_are_refused(arguments, message):
 
 def test_state():
     layout = layout_of("two_cores", "three_cores")
-    assert [state_names(kind) for kind in KINDS] == [(), ("momentum1",), ("momentum1",)]
+    names = [(), ("momentum1",), ("momentum1",), ("momentum1", "exp_avg_sq", "step")]
+    assert [state_names(kind) for kind in KINDS] == names
     assert init_state(layout, "sgd") == {}
     assert init_state(layout, "adagrad", dtype=torch.float64)["momentum1"].dtype == torch.float64
     assert init_state(layout, "adagrad", device="meta")["momentum1"].is_meta
@@ -55,21 +60,41 @@ def test_state():
     assert split_state(layout, "sgd", {}) == {"two_cores": [{}, {}], "three_cores": [{}, {}, {}]}
 
 
+def test_adams_state():
+    layout = layout_of("two_cores", "three_cores")
+    state = init_state(layout, "adam", dtype=torch.float64, device="meta")
+    assert {name: tensor.dtype for name, tensor in state.items()} == {
+        "momentum1": torch.float64, "exp_avg_sq": torch.float64, "step": torch.int64,
+    }  # fmt: skip
+    assert [state[name].is_meta for name in state] == [True, True, False]
+    state = init_state(layout, "adam")
+    split = split_state(layout, "adam", state)
+    for name in ("momentum1", "exp_avg_sq"):
+        assert [tuple(core[name].shape) for core in split["three_cores"]] == SPECS["three_cores"].core_shapes
+    state["step"].fill_(3)
+    assert [int(core["step"]) for core in split["three_cores"]] == [3, 3, 3]
+    assert next_step(layout, state["step"]) == 4
+    assert next_step(layout, None) == 0
+    split["three_cores"][1]["step"].fill_(7)
+    with pytest.raises(ValueError, match=r"tables 'two_cores' and 'three_cores' are stepped .* made 3 and 7 steps"):
+        next_step(layout, state["step"])
+
+
 @both_backends
-@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
 def test_a_fused_step_is_torch_optims(backend, kind):
     """Every slice is looked up, so that the weight decay of torch.optim falls on the same elements."""
     layout = layout_of("three_cores", "four_cores")
     indices = torch.cat([torch.arange(100), torch.arange(60).repeat(2)[:100]])
     offsets = torch.arange(0, 201, 2)
     weights, expected = (random_weights(layout).requires_grad_() for _ in range(2))
-    optimizer = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2)
+    optimizer = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3, weight_decay=0.2, beta1=0.7, beta2=0.95)
     state = init_state(layout, kind, dtype=torch.float64)
-    reference = (
-        torch.optim.SGD([expected], lr=0.1, weight_decay=0.2)
-        if kind == "sgd"
-        else torch.optim.Adagrad([expected], lr=0.1, eps=1e-3, weight_decay=0.2)
-    )
+    reference = {
+        "sgd": torch.optim.SGD([expected], lr=0.1, weight_decay=0.2),
+        "adagrad": torch.optim.Adagrad([expected], lr=0.1, eps=1e-3, weight_decay=0.2),
+        "adam": torch.optim.AdamW([expected], lr=0.1, betas=(0.7, 0.95), eps=1e-3, weight_decay=0.2),
+    }[kind]
     with ops.use_backend(backend):
         for _ in range(3):
             output = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state)
@@ -80,13 +105,13 @@ def test_a_fused_step_is_torch_optims(backend, kind):
     assert_near(weights, expected, 1e-9)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
 def test_fused_step_is_the_gradient_then_the_formula(backend, kind, weighted):
     """Against brute force: three steps, with weight decay on the slices in use."""
     layout = mixed_layout()
-    optimizer = OptimizerSpec(kind, learning_rate=0.05, eps=1e-3, weight_decay=0.1)
+    optimizer = OptimizerSpec(kind, learning_rate=0.05, eps=1e-3, weight_decay=0.1, beta1=0.8, beta2=0.9)
     state = init_state(layout, kind)
     weights = random_weights(layout, torch.float32).requires_grad_()
     expected = random_weights(layout).requires_grad_()
@@ -129,6 +154,14 @@ def step_by_hand(layout, optimizer, weights, grad, momentum, indices, offsets):
     cores, grads = layout.core_views(weights.detach()), layout.core_views(grad)
     for table, k, digit in used:
         w = cores[table][k][digit]
+        if optimizer.kind == "adam":
+            m, v = (layout.core_views(momentum[name])[table][k][digit] for name in ("momentum1", "exp_avg_sq"))
+            t, g = int(momentum["step"][table]) + 1, grads[table][k][digit]
+            m.copy_(optimizer.beta1 * m + (1 - optimizer.beta1) * g)
+            v.copy_(optimizer.beta2 * v + (1 - optimizer.beta2) * g**2)
+            m_hat, v_hat = m / (1 - optimizer.beta1**t), v / (1 - optimizer.beta2**t)
+            w -= optimizer.learning_rate * (m_hat / (v_hat.sqrt() + optimizer.eps) + optimizer.weight_decay * w)
+            continue
         g = grads[table][k][digit] + optimizer.weight_decay * w
         if optimizer.kind == "adagrad":
             m = layout.core_views(momentum["momentum1"])[table][k][digit]
@@ -137,6 +170,8 @@ def step_by_hand(layout, optimizer, weights, grad, momentum, indices, offsets):
             m = layout.slice_views(momentum["momentum1"])[table][k][digit]
             m += (g**2).mean()
         w -= optimizer.learning_rate * (g if optimizer.kind == "sgd" else g / (m.sqrt() + optimizer.eps))
+    if "step" in momentum:
+        momentum["step"] += 1
 
 
 @both_backends
@@ -156,6 +191,46 @@ def test_fused_lookup_leaves_untouched_slices_alone(backend):
     assert changed == [[[0], [0], [0, 1]], [[], []]]
     used = [[m.nonzero().flatten().tolist() for m in of] for of in layout.slice_views(state["momentum1"])]
     assert used == changed
+
+
+def test_adam_moves_only_slices_of_this_batch():
+    """Not even those with averages of an earlier one; what the batch touches without a gradient does move."""
+    layout = layout_of("three_cores", "two_cores")
+    optimizer = OptimizerSpec("adam", 0.1, weight_decay=0.5)
+    start = random_weights(layout)
+    results = []
+    for backend in (*BACKENDS, None):  # and from a gradient summed elsewhere
+        weights = start.clone().requires_grad_()
+        state = init_state(layout, "adam", dtype=torch.float64)
+        for step, row in enumerate((0, 99)):
+            before = [weights.detach().clone(), state["momentum1"].clone(), state["exp_avg_sq"].clone()]
+            batch = torch.tensor([row]), torch.tensor([0, 1, 1])
+            with ops.use_backend(backend or "reference"):
+                if backend is None:
+                    plan = ops.flow_plan(layout, *batch)
+                    output = ops.pooled_lookup(weights, layout, batch[1], plan)
+                    (grad,) = torch.autograd.grad(output.sum() * (1 - step), weights)
+                    with torch.no_grad():
+                        touched = touched_slices(layout, plan.row_keys)
+                        apply_gradient(layout, optimizer, weights, state, grad, touched)
+                else:
+                    output = ops.fused_lookup(weights, layout, *batch, optimizer=optimizer, state=state)
+                    output.backward(torch.full_like(output, 1 - step))
+            after = [weights.detach(), state["momentum1"], state["exp_avg_sq"]]
+            for i, (new, old) in enumerate(zip(after, before)):
+                changed = [
+                    [(core != was).flatten(1).any(1).nonzero().flatten().tolist() for core, was in zip(*pair)]
+                    for pair in zip(layout.core_views(new), layout.core_views(old))
+                ]
+                digits = [[0], [0], [0]] if step == 0 else [[4], [0], [3]]
+                if step == 1 and i > 0:
+                    digits = [[], [0], []]  # averages of 0 stay, those of the middle slice, of both rows, decay
+                assert changed == [digits, [[], []]]
+        assert state["step"].tolist() == [2, 2]
+        results.append([weights.detach(), state["momentum1"], state["exp_avg_sq"]])
+    for result in results[1:]:
+        for value, expected in zip(result, results[0]):
+            assert_near(value, expected, 1e-12)
 
 
 @both_backends
@@ -240,18 +315,23 @@ def test_touched_slices():
     assert not touched_slices(layout, keys[:0]).any()
 
 
-def test_weight_decay_must_know_what_was_touched():
+def test_weight_decay_and_adam_must_know_what_was_touched():
     layout = layout_of("tiny")
     weights = random_weights(layout)
-    with pytest.raises(ValueError, match="weight decay falls on touched slices only"):
-        apply_gradient(layout, OptimizerSpec("sgd", weight_decay=0.1), weights, {}, torch.zeros_like(weights))
+    for optimizer, message in (
+        (OptimizerSpec("sgd", weight_decay=0.1), "weight decay changes touched slices only"),
+        (OptimizerSpec("adam"), "Adam changes touched slices only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_gradient(layout, optimizer, weights, {}, torch.zeros_like(weights))
 
 
-@pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad", "adam"])
 def test_a_gradient_of_zero_changes_nothing_without_eps(kind):
     layout = layout_of("tiny")
     weights = random_weights(layout)
     before = weights.clone()
     state = init_state(layout, kind, dtype=torch.float64)
-    apply_gradient(layout, OptimizerSpec(kind, 0.1, eps=0.0), weights, state, torch.zeros_like(weights))
+    touched = torch.ones(layout.num_slices, dtype=torch.bool)
+    apply_gradient(layout, OptimizerSpec(kind, 0.1, eps=0.0), weights, state, torch.zeros_like(weights), touched)
     assert torch.equal(weights, before)

@@ -16,9 +16,10 @@ class GradientSink {
   // Writes gradients to `grad_weights` [num_parameters].
   explicit GradientSink(T* grad_weights) : grad_weights_(grad_weights) {}
 
-  // Updates `weights` [num_parameters]. `momentum` is [num_parameters] for Adagrad, [num_slices] for row-wise Adagrad.
-  GradientSink(const Kernels<T>& kernels, const UpdateRule<T>& rule, T* weights, T* momentum)
-      : kernels_(&kernels), rule_(rule), weights_(weights), momentum_(momentum) {}
+  // Updates `weights` [num_parameters]. Momenta that the optimizer has are [num_parameters], but [num_slices] for
+  // row-wise Adagrad; others are null.
+  GradientSink(const Kernels<T>& kernels, const UpdateRule<T>& rule, T* weights, T* momentum1, T* momentum2)
+      : kernels_(&kernels), rule_(rule), weights_(weights), momentum1_(momentum1), momentum2_(momentum2) {}
 
   // `gradient` is [r_{k-1}, q_k, r_k] as the slice itself.
   void take(const Table& table, int core, int64_t slice, const T* gradient) const {
@@ -28,18 +29,20 @@ class GradientSink {
       std::copy(gradient, gradient + size, grad_weights_ + at);
       return;
     }
-    T* momentum = nullptr;
-    if (rule_.kind == UpdateRule<T>::kAdagrad) momentum = momentum_ + at;
-    if (rule_.kind == UpdateRule<T>::kRowwiseAdagrad) momentum = momentum_ + table.slice_offset[core] + slice;
-    kernels_->update(rule_, size, gradient, weights_ + at, momentum);
+    const bool row_wise = rule_.kind == UpdateRule<T>::kRowwiseAdagrad;
+    const int64_t of_momentum1 = row_wise ? table.slice_offset[core] + slice : at;
+    kernels_->update(rule_, size, gradient, weights_ + at, offset(momentum1_, of_momentum1), offset(momentum2_, at));
   }
 
  private:
+  static T* offset(T* start, int64_t elements) { return start == nullptr ? nullptr : start + elements; }
+
   T* grad_weights_ = nullptr;
   const Kernels<T>* kernels_ = nullptr;
   UpdateRule<T> rule_{};
   T* weights_ = nullptr;
-  T* momentum_ = nullptr;
+  T* momentum1_ = nullptr;
+  T* momentum2_ = nullptr;
 };
 
 }  // namespace flowtt::cpu

@@ -28,15 +28,20 @@ struct RowShape {
 };
 
 // One step of a fused optimizer, for each element of a slice with gradient g:
-//   g += weight_decay * w;  momentum += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
-//   w -= learning_rate * g / (sqrt(momentum) + eps), for SGD w -= learning_rate * g.
+//   g += weight_decay * w;  momentum1 += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
+//   w -= learning_rate * g / (sqrt(momentum1) + eps), for SGD w -= learning_rate * g.
+// Adam, without the first line:
+//   momentum1 = beta1 * momentum1 + (1 - beta1) * g;  momentum2 = beta2 * momentum2 + (1 - beta2) * g^2;
+//   w -= learning_rate * (momentum1 / correction1 / (sqrt(momentum2 / correction2) + eps) + weight_decay * w).
 template <class T>
 struct UpdateRule {
-  enum Kind : int { kSgd, kAdagrad, kRowwiseAdagrad };
+  enum Kind : int { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
   Kind kind;
   T learning_rate;
   T eps;
   T weight_decay;
+  T beta1, beta2;
+  T correction1, correction2;  // 1 - beta^step
 };
 
 struct KeyKernels {
@@ -80,8 +85,9 @@ struct Kernels {
 
   T (*dot)(int64_t dim, const T* a, const T* b);
 
-  // Updates a slice `w` [n] with gradient `g` [n]. `momentum` is [n] for Adagrad, [1] for row-wise Adagrad.
-  void (*update)(const UpdateRule<T>& rule, int64_t n, const T* g, T* w, T* momentum);
+  // Updates a slice `w` [n] with gradient `g` [n]. `momentum1` is [n], but [1] for row-wise Adagrad; `momentum2` is
+  // [n].
+  void (*update)(const UpdateRule<T>& rule, int64_t n, const T* g, T* w, T* momentum1, T* momentum2);
 };
 
 struct InstructionSet {

@@ -93,9 +93,8 @@ void step(const Backward& backward, const Sum& sum, float* weights, const Update
                       backward.plan, touched),
         "mark_touched");
   const auto grid = static_cast<unsigned>(std::min<int64_t>(setting.num_slices, 8 * multiprocessors()));
-  const UpdateRule rule{update.optimizer, update.learning_rate, update.eps, update.weight_decay};
   check(FLOWTT_LAUNCH(update_slices<Sum>, grid, kThreads, update_shared_bytes(), stream, backward.batch, touched,
-                      setting.num_slices, sum, rule, weights, update.momentum),
+                      setting.num_slices, sum, update.rule, weights, update.momentum1, update.momentum2),
         "update_slices");
 }
 

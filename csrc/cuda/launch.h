@@ -55,9 +55,8 @@ struct BackwardTargets {
 };
 
 struct Update {
-  Optimizer optimizer;
-  float learning_rate, eps, weight_decay;
-  float* momentum;  // of each parameter or slice, or null
+  UpdateRule rule;
+  float *momentum1, *momentum2;  // of each parameter, the first of each slice for row-wise Adagrad; or null
 };
 
 // Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions

@@ -65,7 +65,7 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
             indices = indices + self._first_rows.repeat_interleave(lookups, output_size=indices.numel())
         plan = ops.flow_plan(layout, indices, offsets, bounds_check_mode=self._bounds_check_mode)
         assert bags.optimizer is not None
-        row_keys = plan.row_keys[: int(plan.counts[0])] if bags.optimizer.weight_decay else None
+        row_keys = plan.row_keys[: int(plan.counts[0])] if bags.optimizer.needs_touched else None
         return ops.pooled_lookup(
             _SharedWeights.apply(bags.weights, self, row_keys),
             layout,

@@ -16,7 +16,15 @@ enum class BoundsCheckMode : int64_t { kFatal = 0, kWarning = 1, kIgnore = 2 };
 
 enum class PoolingMode : int64_t { kSum = 0, kMean = 1 };
 
-enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2 };
+enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
+
+// A step of an optimizer, by the formulas of flowtt_torchrec/optimizers.py.
+struct UpdateRule {
+  Optimizer optimizer;
+  float learning_rate, eps, weight_decay;
+  float beta1, beta2;
+  float correction1, correction2;  // 1 - beta^step
+};
 
 // A plan as the kernels read it. N lookups, U distinct rows, P flows.
 struct FlowPlan {

@@ -23,16 +23,11 @@ __global__ void mark_touched(DeviceBatch batch, DevicePlan plan, uint8_t* touche
 
 constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + kRedZone; }
 
-struct UpdateRule {
-  Optimizer optimizer;
-  float learning_rate, eps, weight_decay;
-};
-
 // One step on every touched slice, a block a slice.
 template <class Sum>
 __global__ void __launch_bounds__(kThreads)
     update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule rule,
-                  float* weights, float* momentum) {
+                  float* weights, float* momentum1, float* momentum2) {
   FLOWTT_DYNAMIC_SHARED(raw);
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
   for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
@@ -65,16 +60,27 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();
       sum = 0.f;
       for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
-      const float moment = momentum[slice] + sum / static_cast<float>(size);
+      const float moment = momentum1[slice] + sum / static_cast<float>(size);
       __syncthreads();  // everybody has read the momentum
-      if (threadIdx.x == 0) momentum[slice] = moment;
+      if (threadIdx.x == 0) momentum1[slice] = moment;
       rate /= sqrtf(moment) + rule.eps;
     }
     for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
-      const float weight = weights[i], gradient = gradients.get(i) + rule.weight_decay * weight;
+      const float weight = weights[i];
+      if (rule.optimizer == Optimizer::kAdam) {
+        const float plain = gradients.get(i);
+        const float first = rule.beta1 * momentum1[i] + (1.f - rule.beta1) * plain;
+        const float second = rule.beta2 * momentum2[i] + (1.f - rule.beta2) * plain * plain;
+        momentum1[i] = first;
+        momentum2[i] = second;
+        const float step = first / rule.correction1 / (sqrtf(second / rule.correction2) + rule.eps);
+        weights[i] = weight - rule.learning_rate * (step + rule.weight_decay * weight);
+        continue;
+      }
+      const float gradient = gradients.get(i) + rule.weight_decay * weight;
       if (rule.optimizer == Optimizer::kAdagrad) {
-        const float moment = momentum[i] + gradient * gradient;
-        momentum[i] = moment;
+        const float moment = momentum1[i] + gradient * gradient;
+        momentum1[i] = moment;
         weights[i] = weight - rule.learning_rate * gradient / (sqrtf(moment) + rule.eps);
       } else {
         weights[i] = weight - rate * gradient;
