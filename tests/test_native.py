@@ -211,3 +211,34 @@ def test_library_that_does_not_load(monkeypatch, tmp_path):
     assert "does not load" in error
     (tmp_path / "_C.abi3.so").write_bytes(b"")
     assert "several compiled libraries" in native._load()[1]
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_long_bags_of_tables_that_threads_share(pooling, weighted):
+    """Every thread adds rows to the same bags; one row has half the lookups of a feature."""
+    layout = layout_of("rank_32", "odd", feature_tables=[0, 1, 0])
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((3, 100), 120)
+    lengths[:, ::7] = 0
+    indices = torch.rand(int(lengths.sum()), generator=generator)
+    indices[: lengths[0].sum() // 2] = 0.5
+    rows = torch.tensor([layout.specs[table].num_embeddings for table in layout.feature_tables])
+    indices = (indices * rows.repeat_interleave(lengths.sum(1))).long()
+    offsets, factors = offsets_of(lengths.flatten()), torch.rand(indices.numel(), generator=generator)
+    assert int((indices == 500).sum()) > 4096  # more than one task works on it
+    weights = random_weights(layout)
+
+    def output(backend, dtype):
+        with ops.use_backend(backend):
+            given = factors.to(dtype) if weighted else None
+            return ops.lookup(weights.to(dtype), layout, indices, offsets, per_sample_weights=given, pooling=pooling)
+
+    expected, before = output("reference", torch.float64), torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(output("native", torch.float32), output("native", torch.float32))
+            assert_near(output("native", torch.float32), expected)
+    finally:
+        torch.set_num_threads(before)

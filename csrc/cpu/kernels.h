@@ -80,8 +80,8 @@ struct Kernels {
   // out [dim] (+)= sum over i of scales[i] * rows[i] [dim]; no scales means 1.
   void (*sum_rows)(int64_t n, const T* const* rows, const T* scales, int64_t dim, T* out, bool accumulate);
 
-  // out[i] [dim] = scales[i] * row [dim], for n of them; no scales means 1. `row` may be out[0] if n is 1.
-  void (*spread_row)(int64_t n, T* const* out, const T* scales, int64_t dim, const T* row);
+  // out[i] [dim] (+)= scales[i] * row [dim], for n of them in turn; no scales means 1. `row` may be out[0] if n is 1.
+  void (*spread_row)(int64_t n, T* const* out, const T* scales, int64_t dim, const T* row, bool accumulate);
 
   T (*dot)(int64_t dim, const T* a, const T* b);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/bag_sums.h"
 #include "cpu/buffer.h"
 #include "cpu/geometry.h"
 #include "cpu/hot_rows.h"
@@ -54,32 +55,57 @@ class Forward {
       size += (segment.row_end - segment.row_begin) * lookup.tables[segment.table].dim;
     }
     size_of_rows_ = size;
+    for (const Table& table : lookup.tables) widest_ = std::max(widest_, table.dim);
+    hot_rows_ = Buffer<T>(hot_.rows().size() * widest_);
   }
 
   void run() {
     if (has_one_lookup_bags(executor_, lookup_.batch)) {
       if (lookup_.batch.num_lookups < lookup_.batch.num_bags()) clear_empty_bags();
-      for (const Table& table : lookup_.tables) widest_ = std::max(widest_, table.dim);
-      hot_rows_ = Buffer<T>(hot_.rows().size() * widest_);
-      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t, Arena* arena) {
-        make_rows_of(segment, begin, end, arena, bag_sink(segment.table));
+      make_rows(cut_rows(), [this](int64_t, int64_t s, int64_t begin, int64_t end, Arena* arena) {
+        make_rows_of(segments_[s], begin, end, arena, bag_sink(segments_[s].table));
       });
       spread_hot_rows();
+      return;
+    }
+    BagSums<T> sums(executor_, kernels_, lookup_, hot_, hot_rows_.data(), widest_, output_);
+    if (sums.copies_size() <= size_of_rows_) {
+      add_rows(&sums);
     } else {
-      rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
-      row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(lookup_.plan.num_lookups));
-      make_rows([this](const Segment& segment, int64_t begin, int64_t end, int64_t place, Arena* arena) {
-        make_rows_of(
-            segment, begin, end, arena,
-            BufferSink<T>(lookup_, segment.table, segment.row_begin, rows_.data() + place, row_of_lookup_.data()));
-      });
-      pool_rows();
+      keep_rows();
     }
   }
 
  private:
+  // Every task adds rows to bags as it makes them.
+  void add_rows(BagSums<T>* sums) {
+    const std::vector<int64_t> cuts = cut_rows();
+    sums->start(static_cast<int64_t>(cuts.size()) - 1);
+    make_rows(cuts, [&](int64_t task, int64_t s, int64_t begin, int64_t end, Arena* arena) {
+      const int64_t table = segments_[s].table;
+      const auto place = sums->place(task, table, begin == segments_[s].flow_begin);
+      make_rows_of(
+          segments_[s], begin, end, arena,
+          BagSink<T>(kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, place.bags, *place.rows, true));
+    });
+    sums->finish();
+  }
+
+  // For many threads and few lookups a bag: rows are kept until all are there, then every bag sums its own.
+  void keep_rows() {
+    rows_ = Buffer<T>(static_cast<size_t>(size_of_rows_));
+    row_of_lookup_ = Buffer<int32_t>(static_cast<size_t>(lookup_.plan.num_lookups));
+    make_rows(cut_rows(), [this](int64_t, int64_t s, int64_t begin, int64_t end, Arena* arena) {
+      const Segment& segment = segments_[s];
+      make_rows_of(segment, begin, end, arena,
+                   BufferSink<T>(lookup_, segment.table, segment.row_begin, rows_.data() + segment_rows_[s],
+                                 row_of_lookup_.data()));
+    });
+    pool_rows();
+  }
+
   BagSink<T> bag_sink(int64_t table) const {
-    return {kernels_, lookup_, pooled_, hot_, hot_rows_.data(), widest_, table, output_};
+    return {kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, output_, pooled_, false};
   }
 
   void spread_hot_rows() const {
@@ -108,9 +134,8 @@ class Forward {
     });
   }
 
-  // Calls body(segment, begin, end, place of the segment's rows in `rows_`, scratch) for ranges of flows of equal cost.
-  template <class Body>
-  void make_rows(const Body& body) {
+  // Shares flows out over tasks by cost.
+  std::vector<int64_t> cut_rows() const {
     std::vector<Cost> costs;
     for (const Table& table : lookup_.tables) {
       const Geometry g(table, kernels_.rank_multiple);
@@ -118,7 +143,12 @@ class Forward {
       costs.push_back(
           {left / 30 + 60, static_cast<double>(g.c_size() * g.q) / 28 + 30, static_cast<double>(g.dim) / 8 + 4});
     }
-    const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan, hot_);
+    return cut_flows(executor_, segments_, costs, lookup_.plan, hot_);
+  }
+
+  // Calls body(task, number of the segment, begin, end, scratch) for every task's flows of every segment.
+  template <class Body>
+  void make_rows(const std::vector<int64_t>& cuts, const Body& body) const {
     executor_.run(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t task) {
       Arena arena;
       for (size_t s = 0; s < segments_.size(); ++s) {
@@ -126,7 +156,7 @@ class Forward {
         const int64_t end = std::min(cuts[task + 1], segments_[s].flow_end);
         if (begin >= end) continue;
         arena.clear();
-        body(segments_[s], begin, end, segment_rows_[s], &arena);
+        body(task, static_cast<int64_t>(s), begin, end, &arena);
       }
     });
   }
@@ -222,7 +252,7 @@ class Forward {
       const int64_t length = lookups_end - lookups;
       if (lookup_.pooling_mode == PoolingMode::kMean && length > 1) {
         const T scale = T(1) / static_cast<T>(length);
-        kernels_.spread_row(1, &out, &scale, dim, out);
+        kernels_.spread_row(1, &out, &scale, dim, out, false);
       }
     }
   }

@@ -12,13 +12,13 @@
 
 namespace flowtt::cpu {
 
-// For batches whose bags have at most one lookup: rows are written to the bags that look them up.
+// Rows are written to the bags that look them up, where these have at most one lookup each, or added to them.
 template <class T>
 class BagSink {
  public:
-  // Hot rows are kept at `hot_rows` [hot rows, dim or more], `stride` apart; `spread` is for them.
-  BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const PooledRows& pooled, const HotRows& hot, T* hot_rows,
-          int64_t stride, int64_t table, T* output)
+  // Hot rows are kept at `hot_rows` [hot rows, dim or more], `stride` apart, and nothing else is done with them.
+  BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const HotRows& hot, T* hot_rows, int64_t stride,
+          int64_t table, T* bags, const PooledRows& pooled, bool adds)
       : kernels_(kernels),
         hot_(hot),
         hot_rows_(hot_rows),
@@ -30,20 +30,21 @@ class BagSink {
         factors_(lookup.per_sample_weights),
         table_(table),
         dim_(lookup.tables[table].dim),
-        output_(output) {}
+        bags_at_(bags),
+        adds_(adds) {}
 
   FLOWTT_PREFETCHING void prefetch_row(int64_t row) const { prefetch(bag_of(row_starts_[row]), dim_); }
 
   // Where a row is to be made: at its final place if it has but one and needs no factor, else in `spare`.
   T* place(int64_t row, T* spare) const {
     const int64_t first = row_starts_[row];
-    return factors_ == nullptr && row_starts_[row + 1] - first == 1 ? bag_of(first) : spare;
+    return is_final(first, row_starts_[row + 1]) ? bag_of(first) : spare;
   }
 
   // Takes a row that was made at `made`.
   void deliver(int64_t row, const T* made) const {
     const int64_t begin = row_starts_[row], end = row_starts_[row + 1];
-    if (factors_ == nullptr && end - begin == 1) return;
+    if (is_final(begin, end)) return;
     if (hot_.is_hot(row)) {
       std::copy_n(made, dim_, hot_rows_ + hot_.find(row) * stride_);
     } else {
@@ -51,7 +52,7 @@ class BagSink {
     }
   }
 
-  // Writes a row to the bags of the lookups [begin, end), in key order.
+  // Writes or adds a row to the bags of the lookups [begin, end), in key order.
   void spread(int64_t begin, int64_t end, const T* row) const {
     constexpr int64_t kBlock = 16;
     T* bags[kBlock];
@@ -63,13 +64,15 @@ class BagSink {
         prefetch(bags[i], dim_);
         if (factors_ != nullptr) factors[i] = factors_[lookups_[at + i]];
       }
-      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, row);
+      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, row, adds_);
     }
   }
 
  private:
-  // Output of the lookup that is number i in key order.
-  T* bag_of(int64_t i) const { return output_ + pooled_.offset(table_, bags_[lookups_[i]]); }
+  bool is_final(int64_t begin, int64_t end) const { return !adds_ && factors_ == nullptr && end - begin == 1; }
+
+  // The bag of the lookup that is number i in key order.
+  T* bag_of(int64_t i) const { return bags_at_ + pooled_.offset(table_, bags_[lookups_[i]]); }
 
   const Kernels<T>& kernels_;
   const HotRows& hot_;
@@ -81,7 +84,8 @@ class BagSink {
   const int32_t* bags_;
   const T* factors_;
   const int64_t table_, dim_;
-  T* output_;
+  T* bags_at_;
+  const bool adds_;
 };
 
 // For other batches: rows are kept, to be pooled when all are there.
