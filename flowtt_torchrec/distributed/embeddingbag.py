@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.column_shards import check_columns
+from flowtt_torchrec.distributed.fused_params import OPTIMIZERS
 from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, sharing_groups
 from flowtt_torchrec.distributed.kernel import TTKernel, core_name
 from flowtt_torchrec.distributed.sharding import (
@@ -49,8 +50,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """``ShardedEmbeddingBagCollection`` with TT tables beside dense ones.
 
     A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
-    the ranks that hold the table. Fused optimizer state is ``<table>.tt_core<k>.momentum1`` beside them. Neither name
-    depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
+    the ranks that hold the table. Fused optimizer state is ``<table>.tt_core<k>.momentum1`` beside them, for Adam
+    ``exp_avg_sq`` and ``step`` too. No name depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
@@ -201,9 +202,9 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     It takes the place of TorchRec's sharder for ``EmbeddingBagCollection``; dense tables keep all of its sharding types
     and kernels. The tables should be on the ``meta`` device: the values of a dense table are not used.
 
-    A TT table is stepped in backward by the optimizer of ``apply_optimizer_in_backward`` (SGD, Adagrad or
-    RowWiseAdagrad, with ``lr``, ``eps`` and ``weight_decay``), unless it is data-parallel: then its cores are ordinary
-    parameters for the dense optimizer, as are TorchRec's own data-parallel tables.
+    A TT table is stepped in backward by the optimizer of ``apply_optimizer_in_backward`` (SGD, Adagrad, RowWiseAdagrad
+    or Adam, with ``lr``, ``eps``, ``weight_decay`` and Adam's ``betas``), unless it is data-parallel: then its cores
+    are ordinary parameters for the dense optimizer, as are TorchRec's own data-parallel tables.
 
     A row-wise or column-wise table is still one tensor train: every rank with a shard has all cores, serves its rows or
     columns, and makes the same step from the gradient summed over these ranks. Such tables need a gradient on all
@@ -290,7 +291,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                     _check_optimizer(name, parameter)
             if hasattr(parameter, "_optimizer_kwargs"):
                 # TorchRec renames keys in these dicts; they belong to the caller
-                parameter._optimizer_kwargs = [dict(kwargs) for kwargs in parameter._optimizer_kwargs]
+                parameter._optimizer_kwargs = [_hashable(kwargs) for kwargs in parameter._optimizer_kwargs]
         _check_row_wise_means(list(configs.values()), tables, params)
         shared = TTTables(tables, self._seed)
         return ShardedTTEmbeddingBagCollection(
@@ -341,14 +342,19 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return ShardedTTEmbeddingBagCollection
 
 
+def _hashable(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that TorchRec can group tables by: lists, as Adam's betas may be, are tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+
+
 def _check_optimizer(name: str, parameter: nn.Parameter) -> None:
     for optimizer in getattr(parameter, "_optimizer_classes", []):
         try:
             optimizer_type_to_emb_opt_type(optimizer)
         except ValueError:
             raise ValueError(
-                f"table {name!r}: {optimizer.__name__} cannot be fused into backward; use SGD, Adagrad or "
-                "RowWiseAdagrad, or place the table data_parallel, where the dense optimizer trains it"
+                f"table {name!r}: {optimizer.__name__} cannot be fused into backward; use {OPTIMIZERS}, or place the "
+                "table data_parallel, where the dense optimizer trains it"
             ) from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode as FbgemmBoundsCheckMode
 
-from flowtt_torchrec.optimizers import ADAGRAD, ROWWISE_ADAGRAD, SGD, OptimizerSpec
+from flowtt_torchrec.optimizers import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
 from flowtt_torchrec.reference import BoundsCheckMode
 
 TT_TABLES = "tt_tables"  # the TTTables of the collection, put there by TTParameterSharding
@@ -18,7 +18,9 @@ _KINDS = {
     EmbOptimType.EXACT_SGD: SGD,
     EmbOptimType.EXACT_ADAGRAD: ADAGRAD,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: ROWWISE_ADAGRAD,
+    EmbOptimType.ADAM: ADAM,
 }
+OPTIMIZERS = "SGD, Adagrad, RowWiseAdagrad or Adam"  # of those that TorchRec fuses, in messages
 _BOUNDS_CHECK_MODES = {
     FbgemmBoundsCheckMode.FATAL: BoundsCheckMode.FATAL,
     FbgemmBoundsCheckMode.V2_FATAL: BoundsCheckMode.FATAL,
@@ -27,7 +29,7 @@ _BOUNDS_CHECK_MODES = {
     FbgemmBoundsCheckMode.IGNORE: BoundsCheckMode.IGNORE,
     FbgemmBoundsCheckMode.V2_IGNORE: BoundsCheckMode.IGNORE,
 }
-_OPTIMIZER_PARAMS = ("optimizer", "learning_rate", "eps", "weight_decay")
+_NUMBERS = ("learning_rate", "eps", "weight_decay", "beta1", "beta2")
 # About caches of dense rows and the rounding of 16-bit weights: a TT table of FP32 cores has neither.
 _WITHOUT_MEANING = (
     "cache_algorithm",
@@ -44,6 +46,8 @@ _WITHOUT_MEANING = (
 def optimizer_spec(fused_params: Mapping[str, Any] | None, tables: str) -> OptimizerSpec:
     """The fused optimizer, with FBGEMM's defaults for what is not given (SGD, learning rate 0.01, eps 1e-8).
 
+    Adam's decays are FBGEMM's ``beta1`` and ``beta2``, or torch's ``betas``.
+
     Args:
         fused_params: of the group, after TorchRec has renamed ``lr`` to ``learning_rate``.
         tables: the group's tables, for error messages.
@@ -52,20 +56,25 @@ def optimizer_spec(fused_params: Mapping[str, Any] | None, tables: str) -> Optim
         ValueError: for an optimizer or a parameter that TT tables don't have.
     """
     params = dict(fused_params or {})
-    known = {TT_TABLES, "bounds_check_mode", "output_dtype", *_OPTIMIZER_PARAMS, *_WITHOUT_MEANING}
+    betas = params.pop("betas", None)
+    if betas is not None:
+        if len(betas) != 2 or "beta1" in params or "beta2" in params:
+            raise ValueError(f"{tables}: give Adam either beta1 and beta2, or betas of two numbers, not {betas}")
+        params["beta1"], params["beta2"] = betas
+    known = {TT_TABLES, "bounds_check_mode", "output_dtype", "optimizer", *_NUMBERS, *_WITHOUT_MEANING}
     unknown = sorted(params.keys() - known)
     if unknown:
         raise ValueError(
             f"{tables}: TT tables don't know the optimizer or fused parameter {', '.join(map(repr, unknown))}; "
-            "known: lr, eps, weight_decay, bounds_check_mode"
+            "known: lr, eps, weight_decay, beta1, beta2, betas, bounds_check_mode"
         )
     kind = params.get("optimizer", EmbOptimType.EXACT_SGD)
     if kind not in _KINDS:
         raise ValueError(
-            f"{tables}: the fused optimizer {kind} is not supported for TT tables; use SGD, Adagrad or RowWiseAdagrad, "
-            "or place the tables data_parallel, where the dense optimizer trains them"
+            f"{tables}: the fused optimizer {kind} is not supported for TT tables; use {OPTIMIZERS}, or place the "
+            "tables data_parallel, where the dense optimizer trains them"
         )
-    numbers = {key: float(params[key]) for key in ("learning_rate", "eps", "weight_decay") if key in params}
+    numbers = {key: float(params[key]) for key in _NUMBERS if key in params}
     try:
         return OptimizerSpec(_KINDS[kind], **numbers)
     except ValueError as error:

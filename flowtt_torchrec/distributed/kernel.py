@@ -272,7 +272,8 @@ class TTFusedOptimizer(FusedOptimizer):
 
     Attributes:
         params: ``<table>.tt_core<k>`` to core. The sharded collection puts ``embedding_bags.`` before the keys.
-        state: core to ``{"<table>.tt_core<k>.momentum1": …}``, views of the memory that backward updates. SGD has none.
+        state: core to ``{"<table>.tt_core<k>.momentum1": …}``, views of the memory that backward updates. SGD has none,
+            Adam ``exp_avg_sq`` too, as TorchRec calls it, and ``step``, which TorchRec's tables don't save.
         param_groups: one group, whose ``lr`` holds from the next forward on.
     """
 

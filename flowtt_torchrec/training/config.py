@@ -151,8 +151,9 @@ class CompressionConfig:
 class OptimizerConfig:
     """Of the tables (fused in their backward) and of the dense layers, and the learning rate over time."""
 
-    kind: Literal["sgd", "adagrad", "rowwise_adagrad"] = "sgd"
-    dense_kind: Literal["sgd", "adagrad"] | None = None
+    kind: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "sgd"
+    """On a CPU, where FBGEMM has no Adam, dense tables are data-parallel with ``adam``."""
+    dense_kind: Literal["sgd", "adagrad", "adam"] | None = None
     """Of the dense layers and data-parallel tables; by default that of the tables, Adagrad for row-wise Adagrad."""
     learning_rate: float = 15.0
     dense_learning_rate: float | None = None

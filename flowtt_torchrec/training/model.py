@@ -25,6 +25,7 @@ EMBEDDING_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
 }
 
 
@@ -79,13 +80,14 @@ def shard(
 
 def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
     """The fused optimizers of the tables, and one for all that is data-parallel: dense layers, replicated tables."""
-    kind = config.dense_kind or ("sgd" if config.kind == "sgd" else "adagrad")
+    kind = config.dense_kind or ("adagrad" if config.kind == "rowwise_adagrad" else config.kind)
     lr = config.dense_learning_rate or config.learning_rate
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         if kind == "sgd":
             return torch.optim.SGD(parameters, lr=lr)
-        return torch.optim.Adagrad(parameters, lr=lr, eps=config.eps)
+        dense_class = torch.optim.Adagrad if kind == "adagrad" else torch.optim.Adam
+        return dense_class(parameters, lr=lr, eps=config.eps)
 
     dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(model.named_parameters())), make)
     return CombinedOptimizer([model.fused_optimizer, dense])

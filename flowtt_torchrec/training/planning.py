@@ -136,7 +136,9 @@ class Planning:
             storage_reservation=FixedPercentageStorageReservation(config.planner.storage_reservation),
             constraints={
                 name: ParameterConstraints(
-                    pooling_factors=[factor], sharding_types=_allowed_types((saved_types or {}).get(name), machine.kind)
+                    pooling_factors=[factor],
+                    sharding_types=_allowed_types((saved_types or {}).get(name), machine.kind),
+                    compute_kernels=_allowed_kernels(config.optimizer.kind, machine.kind),
                 )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
             },
@@ -173,6 +175,12 @@ def _allowed_types(saved: str | None, device: str) -> list[str] | None:
     if saved == data_parallel:
         return [data_parallel]
     return [kind for kind in EmbeddingBagCollectionSharder().sharding_types(device) if kind != data_parallel]
+
+
+def _allowed_kernels(optimizer: str, device: str) -> list[str] | None:
+    if optimizer == "adam" and device == "cpu":  # FBGEMM fuses no Adam on the CPU
+        return [EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value]
+    return None
 
 
 def print_planner_logs() -> None:

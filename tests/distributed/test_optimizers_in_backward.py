@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from ranks import Ranks
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -28,6 +30,7 @@ from twins import (
 )
 
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder
+from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.spec import TTSpec
 
 SPEC = TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))
@@ -86,6 +89,30 @@ def test_rowwise_adagrad_keeps_one_number_a_slice(one_rank: Callable[..., Any]) 
     one_rank(rowwise_state)
 
 
+def adam_state(rank: int, world_size: int) -> None:
+    """Names as TorchRec's tables have them, and the number of steps, which evaluation does not count."""
+    model = shard(TABLES, world_size, (torch.optim.Adam, {"lr": 0.1}))
+    state = model.fused_optimizer.state_dict()["state"]
+    assert state.keys() == {f"ebc.embedding_bags.tw.tt_core{k}" for k in range(3)}
+    for k, shape in enumerate(SPEC.core_shapes):
+        of_core = state[f"ebc.embedding_bags.tw.tt_core{k}"]
+        assert {name: tuple(tensor.shape) for name, tensor in of_core.items()} == {
+            f"tw.tt_core{k}.momentum1": shape, f"tw.tt_core{k}.exp_avg_sq": shape, f"tw.tt_core{k}.step": (),
+        }  # fmt: skip
+    for step in range(2):
+        train_step(model, TABLES, step)
+        with torch.no_grad():
+            model(make_batch(TABLES, 6, step)[0])
+    for of_core in state.values():
+        *averages, steps = of_core.values()
+        assert int(steps) == 2
+        assert all(average.any() for average in averages)
+
+
+def test_adams_state(one_rank: Callable[..., Any]) -> None:
+    one_rank(adam_state)
+
+
 def schedules(rank: int, world_size: int) -> None:
     """A learning rate of zero, set by a scheduler, stops all cores; a later one moves them again."""
     model = shard(TABLES, world_size, (torch.optim.SGD, {"lr": 0.2}))
@@ -113,37 +140,87 @@ def test_learning_rate_schedules(one_rank: Callable[..., Any], two_ranks: Ranks)
     two_ranks.run(schedules)
 
 
-def warmup(rank: int, world_size: int) -> float:
-    model = shard(TABLES[:1], world_size, (torch.optim.SGD, {"lr": 0.2}))
-    fused = WarmupOptimizer(model.fused_optimizer, [WarmupStage(WarmupPolicy.LINEAR, max_iters=10, value=0.0)], lr=0.2)
-    before = full_state(model, TABLES)
-    train_step(model, TABLES[:1], 0)
-    fused.step()
-    return float((full_state(model, TABLES)["tw.tt_core0"] - before["tw.tt_core0"]).abs().max())
+def warmup(rank: int, world_size: int, optimizer: Any) -> None:
+    """The rate of each step is that of TorchRec's warm-up, over all optimizers; a twin gets it set by hand."""
+    lr = optimizer[1]["lr"]
+    models = [shard(TABLES, world_size, optimizer) for _ in range(2)]
+    model, twin = models
+    all_of = [all_optimizers(m, lambda parameters: torch.optim.SGD(parameters, lr=lr)) for m in models]
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    warm = WarmupOptimizer(all_of[0], stages, lr=lr)
+    for step in range(6):
+        for group in all_of[1].param_groups:
+            group["lr"] = lr * min(step / 4, 1.0)
+        before = full_state(model, TABLES)
+        for m, optimizers in ((model, warm), (twin, all_of[1])):
+            optimizers.zero_grad()
+            train_step(m, TABLES, step)
+            optimizers.step()
+        after, expected = full_state(model, TABLES), full_state(twin, TABLES)
+        for name in after:
+            assert torch.equal(after[name], expected[name])
+            assert torch.equal(after[name], before[name]) == (step == 0)
 
 
-def test_warmup_starts_at_zero(one_rank: Callable[..., Any]) -> None:
-    assert one_rank(warmup) == 0.0
+@pytest.mark.parametrize(
+    "optimizer", [(torch.optim.SGD, {"lr": 0.2}), (torch.optim.Adam, {"lr": 0.05})], ids=["sgd", "adam"]
+)
+def test_warmup(one_rank: Callable[..., Any], optimizer: Any) -> None:
+    one_rank(warmup, optimizer)
 
 
-def kwargs_untouched(rank: int, world_size: int) -> None:
-    kwargs = {"lr": 0.1, "eps": 1e-3}
-    model = Model(mixed_tables())
-    apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), kwargs)
-    sharder = TTEmbeddingBagCollectionSharder(compression(mixed_tables()))
-    plan = make_plan(model.ebc, mixed_tables(), world_size, sharder, dense=False)
+def clipping(rank: int, world_size: int, kind: GradientClipping) -> None:
+    """TorchRec's clipping reaches what a dense optimizer steps; a fused table's gradient is never seen by it."""
+    models = [shard(TABLES, world_size, (torch.optim.SGD, {"lr": 0.2})) for _ in range(2)]
+    clipped, plain = (all_optimizers(m, lambda parameters: torch.optim.SGD(parameters, lr=0.2)) for m in models)
+    optimizers = GradientClippingOptimizer(clipped, clipping=kind, max_gradient=1e-4), plain
+    start = full_state(models[0], TABLES)
+    for model, optimizer in zip(models, optimizers):
+        optimizer.zero_grad()
+        train_step(model, TABLES, 0)
+        optimizer.step()
+    moved, full = ({n: (v - start[n]).norm() for n, v in full_state(m, TABLES).items()} for m in models)
+    for name in start:
+        if name.startswith("tw"):
+            assert moved[name] == full[name] > 0
+        else:
+            assert 0 < moved[name] < 0.1 * full[name]
+
+
+@pytest.mark.parametrize("kind", [GradientClipping.NORM, GradientClipping.VALUE])
+def test_clipping(one_rank: Callable[..., Any], kind: GradientClipping) -> None:
+    one_rank(clipping, kind)
+
+
+def kwargs_untouched(
+    rank: int, world_size: int, optimizer: type[torch.optim.Optimizer], kwargs: dict[str, Any]
+) -> None:
+    given = dict(kwargs)
+    tables = [table for table in mixed_tables() if table.spec is not None or table.place == "dp"]
+    model = Model(tables)
+    apply_optimizer_in_backward(optimizer, model.ebc.parameters(), kwargs)
+    sharder = TTEmbeddingBagCollectionSharder(compression(tables))
+    plan = make_plan(model.ebc, tables, world_size, sharder, dense=False)
     sharded = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
     )
-    assert kwargs == {"lr": 0.1, "eps": 1e-3}
+    assert kwargs == given
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adagrad(p, **kwargs)
+        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: optimizer(p, **kwargs)
     )
     CombinedOptimizer([sharded.fused_optimizer, dense]).step()
 
 
-def test_the_callers_kwargs_are_not_changed(one_rank: Callable[..., Any]) -> None:
-    one_rank(kwargs_untouched)
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs"),
+    [
+        (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}),
+        (torch.optim.Adam, {"lr": 0.1, "betas": (0.8, 0.99)}),
+        (torch.optim.Adam, {"lr": 0.1, "betas": [0.8, 0.99]}),
+    ],
+)
+def test_the_callers_kwargs_are_not_changed(one_rank: Callable[..., Any], optimizer: Any, kwargs: Any) -> None:
+    one_rank(kwargs_untouched, optimizer, kwargs)
 
 
 def default_optimizer(rank: int, world_size: int) -> tuple[str, float]:
@@ -157,8 +234,6 @@ def test_without_an_optimizer_tables_get_fbgemms_default(one_rank: Callable[...,
 
 
 def sharders_fused_params(rank: int, world_size: int) -> None:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.3, "eps": 1e-2, "weight_decay": 0.1}
     model = shard(TABLES[:1], world_size, fused_params=params)
     (kernel,) = model.module.ebc._tt_kernels()
@@ -171,11 +246,46 @@ def test_the_sharders_fused_params_count(one_rank: Callable[..., Any]) -> None:
     one_rank(sharders_fused_params)
 
 
+def adams_settings(rank: int, world_size: int, optimizer: Any, fused_params: dict[str, Any]) -> OptimizerSpec:
+    model = shard(TABLES[:1], world_size, optimizer, fused_params=fused_params)
+    (kernel,) = model.module.ebc._tt_kernels()
+    return kernel.emb_module.optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fused_params"),
+    [
+        ((torch.optim.Adam, {"lr": 0.3, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}), {}),
+        ((torchrec.optim.Adam, {"lr": 0.3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.1}), {}),
+        (
+            None,
+            {
+                "optimizer": EmbOptimType.ADAM,
+                "learning_rate": 0.3,
+                "beta1": 0.8,
+                "beta2": 0.95,
+                "eps": 1e-4,
+                "weight_decay": 0.1,
+            },
+        ),
+    ],
+    ids=["torch", "torchrec", "fbgemm"],
+)
+def test_every_way_to_ask_for_adam(one_rank: Callable[..., Any], optimizer: Any, fused_params: dict[str, Any]) -> None:
+    expected = OptimizerSpec("adam", 0.3, 1e-4, 0.1, 0.8, 0.95)
+    assert one_rank(adams_settings, optimizer, fused_params) == expected
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ((torch.optim.Adam, {"lr": 0.1}), r"table 'tw'.* adam is not supported .*data_parallel"),
-        ((torch.optim.RMSprop, {"lr": 0.1}), r"table 'tw': RMSprop cannot be fused"),
+        ((torchrec.optim.LAMB, {"lr": 0.1}), r"table 'tw'.* lamb is not supported .*data_parallel"),
+        ((torch.optim.RMSprop, {"lr": 0.1}), r"table 'tw': RMSprop cannot be fused.*RowWiseAdagrad or Adam"),
+        ((torch.optim.Adam, {"lr": 0.1, "amsgrad": True}), r"table 'tw'.*'amsgrad'.*known: .*betas"),
+        ((torchrec.optim.Adam, {"lr": 0.1, "betas": (0.9,)}), r"table 'tw': give Adam either .*\(0.9,\)"),
+        ((torchrec.optim.Adam, {"lr": 0.1, "betas": (0.9, 0.99), "beta1": 0.9}), r"table 'tw': give Adam either"),
+        ((torchrec.optim.Adam, {"lr": 0.1, "beta2": 1.0}), r"table 'tw': adam needs beta2 of .*below 1, not 1.0"),
+        ((torchrec.optim.SGD, {"lr": 0.1, "gradient_clipping": True}), r"table 'tw'.*'gradient_clipping'"),
         ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), r"table 'tw'.*'momentum'.*known: lr, eps, weight_decay"),
         ((torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "max_norm": 1.0}), r"table 'tw'.*'max_norm'"),
     ],
@@ -192,8 +302,8 @@ def test_a_negative_learning_rate_names_the_table(one_rank: Callable[..., Any]) 
 
 def test_unsupported_optimizers_are_fine_for_data_parallel_tables(one_rank: Callable[..., Any]) -> None:
     def train(rank: int, world_size: int) -> None:
-        model = shard(TABLES[1:], world_size, (torch.optim.Adam, {"lr": 0.1}))
-        optimizers = all_optimizers(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+        model = shard(TABLES[1:], world_size, (torchrec.optim.LAMB, {"lr": 0.1}))
+        optimizers = all_optimizers(model, lambda parameters: torch.optim.RMSprop(parameters, lr=0.1))
         before = full_state(model, TABLES)
         train_step(model, TABLES[1:], 0)
         optimizers.step()
