@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #endif
 
+#include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <mutex>
@@ -46,9 +47,7 @@ class LargeBlocks {
       }
     }
     void* memory = from_system(bytes, kHugePage);
-#ifdef __linux__
-    madvise(memory, bytes, MADV_HUGEPAGE);  // only a hint; rows are read and written in random order
-#endif
+    prefer_large_pages(memory, bytes);  // also since rows are read and written in random order
     return memory;
   }
 
@@ -82,6 +81,17 @@ LargeBlocks& large_blocks() {
 }
 
 }  // namespace
+
+void prefer_large_pages(void* memory, size_t bytes) {
+#ifdef __linux__
+  auto* start = static_cast<char*>(memory);
+  const size_t before = -reinterpret_cast<uintptr_t>(memory) % kHugePage;
+  if (bytes < before + kHugePage) return;
+  madvise(start + before, (bytes - before) / kHugePage * kHugePage, MADV_HUGEPAGE);  // only a hint
+#else
+  (void)memory, (void)bytes;
+#endif
+}
 
 void* allocate(size_t bytes) { return bytes < kLarge ? from_system(bytes, kAlignment) : large_blocks().take(bytes); }
 
