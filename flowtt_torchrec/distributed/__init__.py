@@ -3,12 +3,15 @@
 from flowtt_torchrec.distributed import compat  # first, so that a torchrec that is too old says so
 from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
 from flowtt_torchrec.distributed.embeddingbag import ShardedTTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from flowtt_torchrec.distributed.enumerators import TTEmbeddingEnumerator
 from flowtt_torchrec.distributed.estimators import TTPerfEstimator, TTStorageEstimator
-from flowtt_torchrec.distributed.planner import TTEmbeddingEnumerator, TTEmbeddingShardingPlanner
+from flowtt_torchrec.distributed.planner import TTEmbeddingShardingPlanner
+from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 
 __all__ = [
     "AutoCompression",
+    "BisectingGreedyProposer",
     "CompressionRow",
     "CompressionStats",
     "DenseFirstPerfModel",

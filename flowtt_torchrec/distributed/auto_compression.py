@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchrec.distributed.planner.perf_models import NoopPerfModel
-from torchrec.distributed.planner.proposers import GreedyProposer
-from torchrec.distributed.planner.types import Enumerator, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from flowtt_torchrec.distributed.estimators import CUSTOMIZED_KERNEL
+from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
 from flowtt_torchrec.spec import TableConfig, TTSpec
 
 
@@ -75,13 +75,12 @@ class DenseFirstPerfModel(NoopPerfModel):
         return super().rate(plan) + self._ms_per_million * compressed / 1e6
 
 
-class DenseFirstProposer(GreedyProposer):
-    """TorchRec's greedy proposer, which gives the largest table its next option, with the dense options first.
+class DenseFirstProposer(BisectingGreedyProposer):
+    """The greedy search, which gives the largest table its next option, with the dense options first.
 
     So it comes by the plans that compress the largest tables only, whatever the estimated times.
     """
 
-    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        super().load(search_space, enumerator)
+    def _order_options(self) -> None:
         for options in self._sharding_options_by_fqn.values():
             options.sort(key=lambda option: option.compute_kernel == CUSTOMIZED_KERNEL)  # stable

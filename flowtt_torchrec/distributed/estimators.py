@@ -136,15 +136,19 @@ def is_tt(option: ShardingOption, compression: Mapping[str, TTSpec]) -> bool:
     return option.compute_kernel == CUSTOMIZED_KERNEL and option.name in compression
 
 
+def _distinct_sizes(option: ShardingOption) -> list[tuple[int, int]]:
+    """Sizes of the shards, each once: shards of one size cost the same, and there may be a thousand."""
+    return list(dict.fromkeys((shard.size[0], shard.size[1]) for shard in option.shards))
+
+
 def _shadow(option: ShardingOption, spec: TTSpec) -> ShardingOption:
-    """The option with a dense table of as many numbers as the cores have, of the same dimension."""
+    """The option with a dense table of as many numbers as the cores have, and a shard of each width."""
     rows = -(-spec.num_parameters // spec.embedding_dim)
-    shadow = copy.deepcopy(option)
+    shadow = copy.copy(option)
     shadow._tensor = torch.empty(rows, spec.embedding_dim, dtype=option.tensor.dtype, device="meta")
     dense = option.sharding_type == DATA_PARALLEL
     shadow.compute_kernel = (EmbeddingComputeKernel.DENSE if dense else EmbeddingComputeKernel.FUSED).value
-    for shard in shadow.shards:
-        shard.size = [rows, shard.size[1]]
+    shadow.shards = [Shard([rows, columns], [0, 0]) for _, columns in _distinct_sizes(option)]
     return shadow
 
 
@@ -180,19 +184,22 @@ class TTStorageEstimator(ShardEstimator):
         for option, shadow in zip(options, shadows):
             element_size = option.tensor.element_size()
             lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
-            for shard, other in zip(option.shards, shadow.shards):
+            storages = {}
+            for size, other in zip(_distinct_sizes(option), shadow.shards):
                 own = table_bytes(
                     self._compression[option.name],
                     option.sharding_type,
                     optimizer_class(option),
                     lookups,
                     element_size,
-                    columns=shard.size[1],
+                    columns=size[1],
                 ).total
                 # what is left of the shadow without its weights: inputs, outputs and the pipeline's copies of them
                 exchange = other.storage.hbm + other.storage.ddr - math.prod(other.size) * element_size
                 total = own + exchange
-                shard.storage = Storage(hbm=total, ddr=0) if on_device else Storage(hbm=0, ddr=total)
+                storages[size] = Storage(hbm=total, ddr=0) if on_device else Storage(hbm=0, ddr=total)
+            for shard in option.shards:
+                shard.storage = storages[shard.size[0], shard.size[1]]
 
 
 class TTPerfEstimator(ShardEstimator):
@@ -230,22 +237,25 @@ class TTPerfEstimator(ShardEstimator):
         shadows = [_shadow(o, self._compression[o.name]) for o in options]
         self._stock.estimate(shadows, *args, **kwargs)
         for option, shadow in zip(options, shadows):
-            for shard, other in zip(option.shards, shadow.shards):
-                forward, backward = self._compute(option, shard)
-                shard.perf = Perf(
+            perfs = {}
+            for size, other in zip(_distinct_sizes(option), shadow.shards):
+                forward, backward = self._compute(option, *size)
+                perfs[size] = Perf(
                     fwd_compute=forward,
                     fwd_comms=other.perf.fwd_comms,
                     bwd_compute=backward,
                     bwd_comms=other.perf.bwd_comms + self._sum_over_ranks(option),
                     input_dist_comms=other.perf.input_dist_comms,
                 )
+            for shard in option.shards:
+                shard.perf = perfs[shard.size[0], shard.size[1]]
 
-    def _compute(self, option: ShardingOption, shard: Shard) -> tuple[float, float]:
+    def _compute(self, option: ShardingOption, shard_rows: int, columns: int) -> tuple[float, float]:
         """Milliseconds of forward, and of backward with the update, if lookups are spread evenly over the rows."""
         whole = self._compression[option.name]
         column_wise = option.sharding_type in COLUMN_TYPES
-        spec = whole.narrow(shard.size[1]) if column_wise else whole
-        num_embeddings = max(shard.size[0], 1) if option.sharding_type in ROW_TYPES else spec.num_embeddings
+        spec = whole.narrow(columns) if column_wise else whole
+        num_embeddings = max(shard_rows, 1) if option.sharding_type in ROW_TYPES else spec.num_embeddings
         element_size = option.tensor.element_size()
         lookups = lookups_per_rank(option, self._topology.world_size, self._constraints)
         rows = occupied(num_embeddings, lookups)

@@ -59,7 +59,7 @@ def _check_backend() -> None:
 def dry_run(config: TrainConfig, machine: DryRun, console: Console) -> None:
     """Plans for a machine that need not be there, and prints the plan."""
     kind = choose_device(config.training.device, must_exist=False)
-    dataset = make_dataset(config.data, Sharding(config.training.batch_size, 0, machine.world_size))
+    dataset = make_dataset(config.data, Sharding(config.training.batch_size, 0, 1))  # of which no rows are taken
     if config.report.print_sharding_plan:
         print_planner_logs()
     planning = Planning(

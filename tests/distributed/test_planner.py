@@ -45,6 +45,8 @@ BIG = TTSpec.suggest(40_000_000, 128, 32)
 MID = TTSpec.suggest(3_000_000, 64, 16)
 SIZES = {"big": (40_000_000, 128), "mid": (3_000_000, 64), "small": (100_000, 64), "tiny": (5_000, 32)}
 COMPRESSION = {"big": BIG, "mid": MID}
+ALL_TYPES = [t.value for t in ShardingType if t != ShardingType.GRID_SHARD]
+STOCK_SHARDER: Any = EmbeddingBagCollectionSharder()
 
 
 def collection(
@@ -90,19 +92,41 @@ def options_of(device: str, constraints: dict[str, ParameterConstraints] | None 
     return enumerator.enumerate(collection(), [TTEmbeddingBagCollectionSharder(COMPRESSION)])
 
 
+def kinds(options: list[ShardingOption]) -> dict[str, set[tuple[str, str]]]:
+    by_table: dict[str, set[tuple[str, str]]] = {name: set() for name in SIZES}
+    for option in options:
+        by_table[option.name].add((option.sharding_type, option.compute_kernel))
+    return by_table
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_table_gets_its_own_kind_of_options(device: str) -> None:
-    stock = EmbeddingEnumerator(topology(device=device), 2048).enumerate(
-        collection(), [EmbeddingBagCollectionSharder()]
-    )
-    by_table: dict[str, set[tuple[str, str]]] = {}
-    for option in options_of(device):
-        by_table.setdefault(option.name, set()).add((option.sharding_type, option.compute_kernel))
-        assert all(shard.storage is not None and shard.perf is not None for shard in option.shards)
-    types = ["table_wise", "data_parallel"] + (["row_wise", "table_row_wise"] if device == "cuda" else [])
-    assert by_table["big"] == by_table["mid"] == {(sharding_type, CUSTOMIZED) for sharding_type in types}
+    stock = kinds(EmbeddingEnumerator(topology(device=device), 2048).enumerate(collection(), [STOCK_SHARDER]))
+    every = {name: ParameterConstraints(sharding_types=ALL_TYPES) for name in COMPRESSION}
+    options = options_of(device, every)
+    assert all(shard.storage is not None and shard.perf is not None for o in options for shard in o.shards)
+    by_table = kinds(options)
+    assert by_table["big"] == by_table["mid"] == {(sharding_type, CUSTOMIZED) for sharding_type in ALL_TYPES}
     for name in ("small", "tiny"):
-        assert by_table[name] == {(o.sharding_type, o.compute_kernel) for o in stock if o.name == name}
+        assert by_table[name] == stock[name]
+
+
+def test_options_that_no_plan_gains_from_are_not_made() -> None:
+    """Of mid, on 2 ranks: the big table's rank is the slower one anyhow, and the sum of its cores costs time."""
+    by_table = kinds(options_of("cuda"))
+    assert by_table["big"] == {("table_wise", CUSTOMIZED), ("data_parallel", CUSTOMIZED)}
+    assert by_table["mid"] == {("table_wise", CUSTOMIZED)}
+    two_hosts = Topology(world_size=16, local_world_size=8, compute_device="cuda")
+    sharders: list[Any] = [TTEmbeddingBagCollectionSharder(COMPRESSION)]
+    options = TTEmbeddingEnumerator(two_hosts, 2048, COMPRESSION).enumerate(collection(), sharders)
+    types = {sharding_type for sharding_type, _ in kinds(options)["big"]}
+    assert types == {"table_wise", "data_parallel", "table_row_wise"}
+    # with many equal tables a rank has several: none needs to be split, and all are better off undivided
+    sizes = {f"t{i}": (1_000_000, 64) for i in range(40)}
+    specs = {name: TTSpec.suggest(*size, 32) for name, size in sizes.items()}
+    sharders = [TTEmbeddingBagCollectionSharder(specs)]
+    options = TTEmbeddingEnumerator(two_hosts, 2048, specs).enumerate(collection(sizes=sizes), sharders)
+    assert [(o.name, o.sharding_type) for o in options] == [(name, "table_wise") for name in sizes]
 
 
 def test_options_come_in_one_order() -> None:

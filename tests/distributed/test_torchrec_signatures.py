@@ -69,7 +69,9 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
     (TwRwPooledEmbeddingSharding.create_lookup, ["self", "device", "fused_params", "feature_processor"]),
     (BaseEmbedding.forward, ["self", "features"]),
     (EmbeddingEnumerator.enumerate, ["self", "module", "sharders"]),
+    (EmbeddingEnumerator._filter_compute_kernels, ["self", "name", "allowed_compute_kernels", "sharding_type"]),
     (GreedyProposer.load, ["self", "search_space", "enumerator"]),
+    (GreedyProposer.feedback, ["self", "partitionable", "plan", "perf_rating", "storage_constraint"]),
     (NoopPerfModel.rate, ["self", "plan"]),
     (EmbeddingEnumerator.populate_estimates, ["self", "sharding_options"]),
     (
@@ -158,7 +160,8 @@ def test_private_attributes() -> None:
         (ShardedEmbeddingBagCollection._initialize_torch_state, ["self.embedding_bags", "self.reset_parameters()"]),
         (EmbeddingEnumerator.__init__, ["_last_stored_search_space", "self._constraints", "self._compute_device"]),
         (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats", "self._perf_model.rate"]),
-        (GreedyProposer.load, ["self._sharding_options_by_fqn"]),
+        (GreedyProposer.load, ["self._sharding_options_by_fqn", "self._current_proposal"]),
+        (EmbeddingEnumerator.enumerate, ["self._filter_compute_kernels("]),
         (ShardingOption.__init__, ["self._tensor"]),
         (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules", "self.grouped_configs", "self._feature_splits"]),
         *(

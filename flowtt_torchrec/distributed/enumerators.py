@@ -1,0 +1,289 @@
+"""TorchRec's enumerator with TT options, and without those that no plan gains from."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from flowtt_torchrec.distributed.auto_compression import AutoCompression
+from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
+from flowtt_torchrec.distributed.estimators import (
+    CUSTOMIZED_KERNEL,
+    DATA_PARALLEL,
+    HOST_TYPES,
+    TTPerfEstimator,
+    TTStorageEstimator,
+    is_tt,
+)
+from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.spec import TTSpec
+
+TABLE_WISE = ShardingType.TABLE_WISE.value
+_DEVICE_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value)
+_SEVERAL_RANKS = (DATA_PARALLEL, ShardingType.TABLE_ROW_WISE.value)
+_UNCONSTRAINED = ParameterConstraints()
+
+
+class TTEmbeddingEnumerator(EmbeddingEnumerator):
+    """Enumerates TT options for the tables with a spec, and TorchRec's own options for all others.
+
+    Column-wise options are those whose shards a tensor train can be cut into (``ParameterConstraints.min_partition`` is
+    the least width that TorchRec tries, 128 by default). A TT table whose constraints name no sharding types gets what
+    a plan may gain from, so that hundreds of tables on hundreds of devices can be planned:
+
+    * not row-wise: a data-parallel table holds the same cores and does the same lookups on every rank, and exchanges
+      no rows. On the CPU not table-row-wise either: gloo's exchange of its gradients needs batches of one size on all
+      ranks;
+    * on one host not table-row-wise and table-column-wise, which are row-wise and column-wise there;
+    * data-parallel and table-row-wise only where all ranks together spend less time on the table than its rank would
+      if it were table-wise, or where that rank would spend more on it than the ranks spend on everything on average.
+
+    Args:
+        topology: the devices.
+        batch_size: samples a rank and step.
+        compression: spec of each table that is to be a tensor train. The tables of an `AutoCompression` get TorchRec's
+            own options too, but for those outside of device memory (UVM, SSD), whose place tensor trains take;
+            constraints can name them.
+        constraints: per table; they may narrow a TT table's sharding types, and its kernel with an `AutoCompression`.
+        flops_per_ms: see `TTPerfEstimator`.
+        use_exact_enumerate_order: as in TorchRec.
+
+    Raises:
+        ValueError: if a TT table's constraints leave it no option.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        compression: Mapping[str, TTSpec],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        flops_per_ms: float | None = None,
+        use_exact_enumerate_order: bool = False,
+    ) -> None:
+        self._tt_perf = TTPerfEstimator(topology, compression, constraints, flops_per_ms)
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            constraints=constraints,
+            estimator=[
+                self._tt_perf,
+                TTStorageEstimator(topology, compression, constraints),
+            ],
+            use_exact_enumerate_order=use_exact_enumerate_order,
+        )
+        self._compression = dict(compression)
+        self._dense_too = isinstance(compression, AutoCompression)
+        self._no_gain: set[tuple[str, str]] = set()  # table and sharding type
+        for name in self._compression:
+            _check_constraints(name, (constraints or {}).get(name), self._dense_too)
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """Options of all tables of ``module``, in an order that does not depend on the process.
+
+        Raises:
+            ValueError: if a spec names a table that the module hasn't or is of another size, or if no
+                `TTEmbeddingBagCollectionSharder` with the same compression is among the sharders.
+        """
+        self._check_tables(module, sharders)
+        self._no_gain = self._types_without_gain(module, sharders)
+        options = super().enumerate(module, sharders)
+        offered = {o.name for o in options if is_tt(o, self._compression)}
+        missing = {o.fqn for o in options if o.name in self._compression.keys() - offered and self._may_be_tt(o)}
+        if missing:
+            raise ValueError(
+                f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
+                "the planner's compression first among the sharders"
+            )
+        kept = [o for o in options if self._is_offered(o)]
+        left = {o.fqn for o in kept}
+        for option in options:
+            if option.fqn not in left:
+                raise ValueError(self._why_none(option.name))
+        # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
+        place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}
+        kept.sort(key=lambda o: (place[o.fqn], o.sharding_type, o.compute_kernel))
+        self._last_stored_search_space = copy.deepcopy(kept)
+        return kept
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """As in TorchRec, but for options that can be estimated: a TT table cannot be cut into any columns."""
+        super().populate_estimates([o for o in sharding_options if self._can_be_cut(o)])
+
+    def _can_be_cut(self, option: ShardingOption) -> bool:
+        if not is_tt(option, self._compression) or option.sharding_type not in COLUMN_TYPES:
+            return True
+        step = self._compression[option.name].column_step
+        return all(shard.offset[1] % step == 0 and shard.size[1] % step == 0 for shard in option.shards)
+
+    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
+        """As in TorchRec, but for options that are of no use to a TT table: they are not even made."""
+        kernels = super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
+        if name not in self._compression:
+            return [k for k in kernels if k != CUSTOMIZED_KERNEL] or kernels
+        if CUSTOMIZED_KERNEL not in allowed_compute_kernels:
+            return kernels
+        constraints = self._constraints_of(name)
+        stock = constraints.compute_kernels or _DEVICE_KERNELS if self._dense_too else ()
+        tt = constraints.sharding_types or self._may_gain(name, sharding_type)
+        return [k for k in kernels if (tt if k == CUSTOMIZED_KERNEL else k in stock)]
+
+    def _may_gain(self, name: str, sharding_type: str) -> bool:
+        """Whether a plan may gain from a table's TT option; see the class."""
+        if sharding_type == ShardingType.ROW_WISE.value:
+            return False
+        if sharding_type in HOST_TYPES and (
+            self._world_size <= self._local_world_size or (sharding_type in ROW_TYPES and self._compute_device == "cpu")
+        ):
+            return False
+        return (name, sharding_type) not in self._no_gain
+
+    def _is_offered(self, option: ShardingOption) -> bool:
+        """Whether an option can be used, and a column-wise one that is not asked for has several shards."""
+        if not is_tt(option, self._compression):
+            return option.compute_kernel != CUSTOMIZED_KERNEL
+        if not self._can_be_cut(option):
+            return False
+        asked_for = bool(self._constraints_of(option.name).sharding_types)
+        return asked_for or option.sharding_type not in COLUMN_TYPES or len(option.shards) > 1
+
+    def _types_without_gain(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> set[tuple[str, str]]:
+        """Tables and the types of several ranks that cost them more time, all ranks together, for no better balance."""
+        sketches = {
+            (name, kind): self._sketch(child, name, parameter, kind)
+            for sharder, child, name, parameter in _tables(module, sharders)
+            if name in self._compression and isinstance(sharder, TTEmbeddingBagCollectionSharder)
+            for kind in (TABLE_WISE, *_SEVERAL_RANKS)
+            if self._may_gain(name, kind)
+        }
+        by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+        self._tt_perf.estimate(list(sketches.values()), build_sharder_data_map(by_type))
+        times = {
+            key: sum(shard.perf.total for shard in option.shards if shard.perf is not None)
+            * (self._world_size if key[1] == DATA_PARALLEL else 1)
+            for key, option in sketches.items()
+        }
+        least: dict[str, float] = {}
+        for (name, _), time in times.items():
+            least[name] = min(time, least.get(name, time))
+        fair = sum(least.values()) / self._world_size
+        return {
+            (name, kind)
+            for (name, kind), time in times.items()
+            if kind != TABLE_WISE and time >= times[name, TABLE_WISE] and times[name, TABLE_WISE] <= fair
+        }
+
+    def _sketch(self, module: nn.Module, name: str, parameter: nn.Parameter, sharding_type: str) -> ShardingOption:
+        """An option to estimate times with; a data-parallel one has the shard of one rank."""
+        sizes, offsets = calculate_shard_sizes_and_offsets(
+            parameter,
+            1 if sharding_type == DATA_PARALLEL else self._world_size,
+            self._local_world_size,
+            sharding_type,
+        )
+        constraints = self._constraints_of(name)
+        return ShardingOption(
+            name,
+            parameter,
+            ("", module),
+            constraints.pooling_factors,
+            self._batch_size,
+            sharding_type,
+            get_partition_by_type(sharding_type),
+            CUSTOMIZED_KERNEL,
+            [Shard(size, offset) for size, offset in zip(sizes, offsets)],
+            is_pooled=True,
+            output_dtype=constraints.output_dtype,
+        )
+
+    def _constraints_of(self, name: str) -> ParameterConstraints:
+        return (self._constraints or {}).get(name) or _UNCONSTRAINED
+
+    def _why_none(self, name: str) -> str:
+        if name not in self._compression:
+            return (
+                f"table {name!r} is dense and its constraints leave it no sharding type that TorchRec has on "
+                f"{self._compute_device}; allow others"
+            )
+        step = self._compression[name].column_step
+        return (
+            f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
+            f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of {step}, or allow "
+            "other sharding types"
+        )
+
+    def _may_be_tt(self, option: ShardingOption) -> bool:
+        kernels = self._constraints_of(option.name).compute_kernels
+        return not kernels or CUSTOMIZED_KERNEL in kernels
+
+    def _check_tables(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+        found: dict[str, None] = {}
+        for sharder, _, name, parameter in _tables(module, sharders):
+            found[name] = None
+            spec = self._compression.get(name)
+            if spec is None:
+                continue
+            spec.check_table(name, *parameter.shape)
+            if not isinstance(sharder, TTEmbeddingBagCollectionSharder):
+                continue
+            if sharder.plan_chooses != self._dense_too:
+                raise ValueError("the planner or the sharder has an AutoCompression, but not both; pass both the same")
+            if sharder.compression.get(name) != spec:
+                raise ValueError(
+                    f"the planner's compression gives table {name!r} {spec}, the sharder's "
+                    f"{sharder.compression.get(name)}; pass both the same mapping"
+                )
+        for name in self._compression:
+            if name not in found:
+                near = difflib.get_close_matches(name, found, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"the compression names table {name!r}, which the model hasn't; it has {_some(found)}{hint}"
+                )
+
+
+def _check_constraints(name: str, constraints: ParameterConstraints | None, dense_too: bool) -> None:
+    if constraints is None or dense_too:
+        return
+    kernels, types = constraints.compute_kernels, constraints.sharding_types
+    if kernels and CUSTOMIZED_KERNEL not in kernels:
+        raise ValueError(
+            f"table {name!r} has a TTSpec, but its constraints allow the compute kernels {kernels} only; leave "
+            f"compute_kernels out or add {CUSTOMIZED_KERNEL!r}, or take the table out of the compression"
+        )
+    if types and not set(types) & set(SUPPORTED_SHARDING_TYPES):
+        raise ValueError(
+            f"table {name!r} has a TTSpec, but its constraints allow the sharding types {types} only; TT tables "
+            f"support {', '.join(SUPPORTED_SHARDING_TYPES)}"
+        )
+
+
+def _tables(
+    module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+) -> Iterator[tuple[ModuleSharder[nn.Module], nn.Module, str, nn.Parameter]]:
+    """Sharder, module, name and parameter of each table, found as TorchRec's enumerator finds them."""
+    by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    queue = [module]
+    while queue:
+        child = queue.pop()
+        sharder = by_type.get(sharder_name(type(child)))
+        if sharder is None:
+            queue.extend(child.children())
+            continue
+        for name, parameter in sharder.shardable_parameters(child).items():
+            yield sharder, child, name, parameter
+
+
+def _some(names: Mapping[str, Any], most: int = 10) -> str:
+    listed = ", ".join(list(names)[:most])
+    return f"{listed} and {len(names) - most} more" if len(names) > most else listed
