@@ -27,7 +27,7 @@
 namespace flowtt {
 namespace {
 
-std::atomic<bool> deterministic{false}, by_work{true}, steal{true};
+std::atomic<bool> deterministic{false}, by_work{true}, steal{true}, checkpoint{true};
 
 #ifdef FLOWTT_CUDA_EMULATION
 struct Device {
@@ -96,7 +96,7 @@ class Workspace {
               return tensors_.back().data_ptr();
             },
             stream_,
-            {by_work, steal}};
+            {by_work, steal, checkpoint}};
   }
 
  private:
@@ -301,9 +301,10 @@ std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward,
 
 void use_deterministic_cuda(bool on) { deterministic = on; }
 
-void use_cuda_mapping(bool shares_by_work, bool steals) {
+void use_cuda_mapping(bool shares_by_work, bool steals, bool checkpoints) {
   by_work = shares_by_work;
   steal = steals;
+  checkpoint = checkpoints;
 }
 
 }  // namespace

@@ -27,9 +27,9 @@ void define_ops(Library& m) {
       "float weight_decay, float beta1, float beta2, SymInt step) -> Tensor");
   m.def(
       "cuda_setting(Tensor tables, bool backward, int shared_limit) "
-      "-> (int tile_rows, int shared_bytes, int slab)");      // how the kernels of these tables are launched
-  m.def("use_cuda_mapping(bool by_work, bool steal) -> ()");  // for ablations
-  m.def("use_deterministic_cuda(bool on) -> ()");             // mirrors torch.use_deterministic_algorithms
+      "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched
+  m.def("use_cuda_mapping(bool by_work, bool steal, bool checkpoint=True) -> ()");  // for ablations
+  m.def("use_deterministic_cuda(bool on) -> ()");  // mirrors torch.use_deterministic_algorithms
 }
 
 }  // namespace flowtt

@@ -20,7 +20,7 @@ struct Backward {
   void launch(const Sum& sum) const {
     const auto kernel = backward_cores<Sum, SLAB>;
     const unsigned grid = persistent_grid(kernel, setting, batch.num_lookups);
-    const Schedule schedule = share(setting, plan, grid, context);
+    const Schedule schedule = share(setting, plan, grid, 0, context);
     const BackwardArguments<Sum> arguments{batch,   plan,          schedule,           setting.sizes,
                                            weights, row_gradients, setting.row_stride, sum};
     check(FLOWTT_LAUNCH(kernel, grid, kThreads, setting.shared_bytes, context.stream, arguments), "backward_cores");
@@ -79,6 +79,11 @@ const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, co
                                        sums,   carries, setting.row_stride};
   const unsigned grid = blocks_for(spans, kWarps);
   check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context.stream, arguments), "sum_row_gradients");
+  for (int stride = 1; spans > 32 * stride; stride *= 32) {
+    check(FLOWTT_LAUNCH(sum_carries, blocks_for(spans, kWarps * 32 * stride), kThreads, 0, context.stream, arguments,
+                        stride),
+          "sum_carries");
+  }
   check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context.stream, arguments), "add_carries");
   return sums;
 }

@@ -9,6 +9,8 @@
 namespace flowtt::cuda {
 
 // Stable sort by bits [0, bits) of the keys.
+cudaError_t sort_pairs(void* temporary, size_t& bytes, const uint32_t* keys, uint32_t* sorted_keys,
+                       const int32_t* values, int32_t* sorted_values, int count, int bits, cudaStream_t stream);
 cudaError_t sort_pairs(void* temporary, size_t& bytes, const uint64_t* keys, uint64_t* sorted_keys,
                        const int32_t* values, int32_t* sorted_values, int count, int bits, cudaStream_t stream);
 

@@ -116,10 +116,14 @@ DeviceBatch upload(const HostBatch& batch, const std::vector<DeviceTable>& table
   return device;
 }
 
-Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, const Context& context) {
+Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, int leave, const Context& context) {
   const Mapping& mapping = context.mapping;
-  const Schedule schedule{allocate<unsigned long long>(context, "tile ranges", blocks), mapping.steal,
-                          setting.tile_rows, setting.row_cost, mapping.by_work ? setting.flow_cost : 0};
+  const Schedule schedule{allocate<unsigned long long>(context, "tile ranges", blocks),
+                          mapping.steal,
+                          leave,
+                          setting.tile_rows,
+                          setting.row_cost,
+                          mapping.by_work ? setting.flow_cost : 0};
   check(FLOWTT_LAUNCH(share_tiles, blocks_for(blocks), kThreads, 0, context.stream, plan, schedule,
                       static_cast<int>(blocks)),
         "share_tiles");

@@ -71,7 +71,8 @@ unsigned persistent_grid(Kernel kernel, const Setting& setting, int64_t num_rows
   return static_cast<unsigned>(std::min<int64_t>(int64_t{multiprocessors()} * std::max(each, 1), tiles));
 }
 
-Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, const Context& context);
+// `leave`: tiles of a range that no thief takes.
+Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, int leave, const Context& context);
 
 // Distinct row of every lookup.
 int32_t* number_lookups(const DevicePlan& plan, int64_t num_lookups, const Context& context);

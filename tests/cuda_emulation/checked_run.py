@@ -42,16 +42,21 @@ def run(backend, layout, indices, offsets, *, weighted=True, pooling="sum", flow
     return [output.detach(), weights.detach(), *state.values(), *([factors.grad] if weighted else [])]
 
 
-def compare(layout, indices, offsets, tolerance=1e-4, **options):
-    """Holds the emulated ops to the reference: the plan, and all that `run` gives."""
+def compare_plans(layout, indices, offsets, flow="prefix"):
+    """Holds the emulated plan to the reference."""
     plans = []
     for backend in ("reference", emulated.BACKEND):
         with ops.use_backend(backend):
-            plans.append(ops.flow_plan(layout, indices, offsets, flow=options.get("flow", "prefix")))
+            plans.append(ops.flow_plan(layout, indices, offsets, flow=flow))
     num_rows, num_flows = plans[0].counts.tolist()[:2]
     valid = {"row_keys": num_rows, "row_starts": num_rows + 1, "flow_starts": num_flows + 1}
     for name, expected, actual in zip(plans[0]._fields, *plans):
         assert torch.equal(actual[: valid.get(name)], expected[: valid.get(name)]), f"error in {name}"
+
+
+def compare(layout, indices, offsets, tolerance=1e-4, **options):
+    """Holds the emulated ops to the reference: the plan, and all that `run` gives."""
+    compare_plans(layout, indices, offsets, options.get("flow", "prefix"))
     for expected, actual in zip(
         run("reference", layout, indices, offsets, **options),
         run(emulated.BACKEND, layout, indices, offsets, **options),
@@ -80,6 +85,8 @@ def batches(seed: int) -> Iterator[tuple[TTLayout, tuple[Tensor, Tensor], dict[s
         yield layout, random_batch(layout, size, 4, seed), options
     layout, indices, offsets = long_flow(150)
     yield layout, (indices, offsets), {}
+    slabs = TTSpec(1600, 64, (10, 2, 80), (4, 4, 4), (32, 128))  # flows over several tiles, and C in several slabs
+    yield TTLayout([slabs], ["slabs"]), (torch.arange(70), torch.tensor([0, 70])), {}
     for name in ("powers_of_two", "odd"):  # many tiles, some of them stolen
         yield layout_of(name), random_batch(layout_of(name), 100, 4, seed), {}
 

@@ -89,6 +89,8 @@ void async_commit();
 void async_wait(unsigned groups_in_flight);
 unsigned char* dynamic_shared();
 void shared_red_zone(void* begin, size_t bytes);
+// Adds to the counter of that name.
+void count(const char* name, uint64_t amount);
 [[noreturn]] void kernel_failure(const char* what, const char* file, int line);
 
 template <class T, class F>

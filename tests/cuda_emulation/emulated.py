@@ -40,4 +40,5 @@ def load(library: Path | None = None) -> ctypes.CDLL:
     ops.BACKENDS[BACKEND] = compiled
     controls = ctypes.CDLL(str(library))
     controls.cuda_emulation_take_profile.restype = ctypes.c_char_p
+    controls.cuda_emulation_take_count.restype = ctypes.c_uint64
     return controls

@@ -5,6 +5,12 @@
 
 using cuda_emulation::config;
 
+namespace {
+std::map<std::string, uint64_t> amounts;  // what kernels have counted
+}
+
+void cuda_emulation::count(const char* name, uint64_t amount) { amounts[name] += amount; }
+
 extern "C" {
 
 cudaError_t cudaMalloc(void** data, size_t bytes) {
@@ -72,6 +78,8 @@ void cuda_emulation_set_shared_bytes(int bytes) { config().shared_bytes = bytes;
 void cuda_emulation_set_max_steps(uint64_t steps) { config().max_steps = steps; }
 void cuda_emulation_set_preemption(int accesses) { config().accesses_per_preemption = accesses; }
 void cuda_emulation_profile(bool on) { config().profile = on; }
+// What has been counted under that name since the last call.
+uint64_t cuda_emulation_take_count(const char* name) { return std::exchange(amounts[name], 0); }
 const char* cuda_emulation_take_profile() { return cuda_emulation::take_profile().c_str(); }
 }
 #pragma GCC visibility pop

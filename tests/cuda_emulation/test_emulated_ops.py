@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tt_samples import SPECS, groups, layout_of, mixed_layout, offsets_of, random_batch, random_weights
 
 from cuda_emulation import build, checked_run, emulated
-from cuda_emulation.checked_run import compare, long_flow, run
+from cuda_emulation.checked_run import compare, compare_plans, long_flow, run
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.ops import BoundsCheckMode
@@ -94,14 +95,96 @@ def test_more_tiles_than_blocks_and_the_reverse(emulator, multiprocessors, resid
 
 @pytest.mark.parametrize("by_work", [False, True], ids=["shares of rows", "shares of work"])
 @pytest.mark.parametrize("steal", [False, True], ids=["static", "stealing"])
-def test_mappings_for_ablations(emulator, by_work, steal):
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["no checkpoints", "checkpoints"])
+def test_mappings_for_ablations(emulator, by_work, steal, checkpoint):
     layout = layout_of("powers_of_two", "three_cores")
-    torch.ops.flowtt_emulated.use_cuda_mapping(by_work, steal)
+    torch.ops.flowtt_emulated.use_cuda_mapping(by_work, steal, checkpoint)
     try:
         compare(layout, *random_batch(layout, 100, 3))
         compare(*long_flow(100))
     finally:
         torch.ops.flowtt_emulated.use_cuda_mapping(True, True)
+
+
+@pytest.fixture
+def prefix_products(emulator):
+    """Counts the prefix products of a forward pass, for several schedules."""
+
+    def count(layout, indices, offsets, steal, checkpoint):
+        weights = random_weights(layout, torch.float32)
+        torch.ops.flowtt_emulated.use_cuda_mapping(True, steal, checkpoint)
+        counts = set()
+        with ops.use_backend(emulated.BACKEND):
+            plan = ops.flow_plan(layout, indices, offsets)
+            for seed in range(1, 5):
+                emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
+                ops.pooled_lookup(weights, layout, offsets, plan)
+                counts.add(emulator.cuda_emulation_take_count(b"prefix products"))
+        return int(plan.counts[1]), counts
+
+    emulator.cuda_emulation_take_count(b"prefix products")
+    yield count
+    torch.ops.flowtt_emulated.use_cuda_mapping(True, True)
+
+
+LONG_FLOWS = {
+    "one flow": long_flow(400),
+    "many flows": (
+        TTLayout([TTSpec(16_000, 32, (20, 4, 200), (2, 4, 4), (32, 32)), SPECS["four_cores"]], ["a", "b"], [0, 1]),
+        torch.arange(2400) * 7 % 2400 % torch.tensor([2400, 60]).repeat_interleave(1200),
+        torch.arange(0, 2401, 2),
+    ),
+    "several slabs": (
+        TTLayout([TTSpec(6400, 64, (32, 2, 100), (4, 4, 4), (128, 128))], ["t"]),
+        torch.arange(250),
+        torch.arange(0, 251, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", LONG_FLOWS.values(), ids=LONG_FLOWS)
+@pytest.mark.parametrize("steal", [False, True], ids=["static", "stealing"])
+def test_prefix_products_are_made_once(prefix_products, batch, steal):
+    flows, counts = prefix_products(*batch, steal, checkpoint=True)
+    assert counts == {flows}
+
+
+def test_without_checkpoints_a_flow_is_made_again_where_shares_meet(prefix_products):
+    blocks = 6
+    flows, counts = prefix_products(*LONG_FLOWS["one flow"], steal=False, checkpoint=False)
+    assert (flows, counts) == (1, {blocks})
+    flows, counts = prefix_products(*LONG_FLOWS["many flows"], steal=False, checkpoint=False)
+    assert flows < min(counts) <= max(counts) < flows + blocks
+
+
+@pytest.mark.parametrize(
+    ("p", "tables", "key_bytes", "passes"),
+    [
+        ((1024, 1024, 1024), 1, 4, 4),
+        ((1024, 1024, 4096), 1, 4, 4),  # 32 bits, all of them digits
+        ((1024, 1024, 4096), 2, 8, 5),
+        ((1024, 1024, 2048), 2, 4, 4),
+        ((10, 10, 10), 3, 4, 2),
+    ],
+)
+@pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
+def test_keys_are_as_short_as_they_can_be(emulator, p, tables, key_bytes, passes, flow):
+    layout = TTLayout([TTSpec(math.prod(p), 8, p, (2, 2, 2), (1, 1))] * tables, [f"t{i}" for i in range(tables)])
+    indices, offsets = random_batch(layout, 20, 3)
+    indices[-3:] = math.prod(p) - 1
+    emulator.cuda_emulation_take_count(b"bytes of the sort")
+    compare_plans(layout, indices, offsets, flow)
+    each = 0 if flow == "direct" else key_bytes + passes * 2 * (key_bytes + 4)
+    assert emulator.cuda_emulation_take_count(b"bytes of the sort") == indices.numel() * each
+
+
+@pytest.mark.parametrize("count", [1023, 1025, 3000, 40_000])
+def test_a_hot_row_is_summed_in_levels(emulator, count):
+    layout = TTLayout([SPECS["three_cores"]], ["t"])
+    indices = torch.cat([torch.arange(20), torch.full((count,), 20), torch.arange(21, 40)])
+    emulator.cuda_emulation_take_count(b"carries added one by one")
+    compare(layout, indices, torch.linspace(0, count + 39, 41).long(), weighted=False)
+    assert emulator.cuda_emulation_take_count(b"carries added one by one") <= 2 * 32 + 2 * (count > 32**2) * 32
 
 
 def test_many_tables(emulator):

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
   for (;;) {
     __syncthreads();  // everybody is done with the last tile
     if (threadIdx.x < 32) {
-      const int number = take_tile(p.schedule);
+      const int number = take_tile(p.schedule).number;
       if (number >= 0) decode_tile(tile, p.batch, p.plan, number, p.schedule.tile_rows);
       if (threadIdx.x == 0) *word = number;
     }

@@ -69,8 +69,16 @@ struct DevicePlan {
 struct Schedule {
   unsigned long long* ranges;  // one a block: next tile | end << 32
   bool steal;
+  int leave;  // tiles of a range that no thief takes
   int tile_rows;
   int row_cost, flow_cost;  // multiply-adds; shares are of equal cost
+};
+
+// Products of flows that go on beyond a block's range of tiles; see checkpoints.cuh. Null pointers: there are none.
+struct Checkpoints {
+  float* products;   // [tiles, stride]: of the flow that begins in the tile and goes on
+  unsigned* states;  // [tiles]: 0, or 1 for claimed and 1 more for each slab that is published
+  int stride;
 };
 
 // Elements of the arrays in shared memory: the most that any table needs.

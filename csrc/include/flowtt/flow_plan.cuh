@@ -1,4 +1,5 @@
-// Grouping a batch: keys, then (sorted by primitives.cu) heads of rows and flows. The host learns no count.
+// Grouping a batch: keys, then (sorted by primitives.cu) heads of rows and flows. The host learns no count. Keys are of
+// 32 bits where tables and digits fit.
 #pragma once
 
 #include "flowtt/device_batch.cuh"
@@ -17,7 +18,8 @@ __global__ void check_offsets(DeviceBatch batch, BatchFaults* faults) {
 }
 
 // Key, bag and position of every lookup. A row number out of range counts as row 0.
-__global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, uint64_t* keys, int32_t* positions,
+template <class Key>
+__global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, Key* keys, int32_t* positions,
                           int32_t* bags, BatchFaults* faults) {
   const int l = blockIdx.x * kThreads + threadIdx.x;
   if (l >= batch.num_lookups) return;
@@ -44,13 +46,14 @@ __global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, uin
     key |= static_cast<uint64_t>(row - next * table.p[k]) << table.digit_shift[k];
     row = next;
   }
-  keys[l] = key;
+  keys[l] = static_cast<Key>(key);
   positions[l] = l;
   bags[l] = low;
 }
 
 // Where rows and flows start, packed so that one running sum numbers both: flows in the upper half.
-__global__ void mark_heads(DeviceBatch batch, Flow flow, const uint64_t* keys, uint64_t* heads) {
+template <class Key>
+__global__ void mark_heads(DeviceBatch batch, Flow flow, const Key* keys, uint64_t* heads) {
   const int s = blockIdx.x * kThreads + threadIdx.x;
   if (s >= batch.num_lookups) return;
   constexpr uint64_t kBoth = uint64_t{1} << 32 | 1;
@@ -66,7 +69,8 @@ __global__ void mark_heads(DeviceBatch batch, Flow flow, const uint64_t* keys, u
 }
 
 // numbers: running sum of the heads.
-__global__ void write_starts(const uint64_t* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
+template <class Key>
+__global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
                              int64_t* counts, const BatchFaults* faults) {
   const int s = blockIdx.x * kThreads + threadIdx.x;
   if (s >= num_lookups) return;

@@ -3,17 +3,18 @@
 
 #include <type_traits>
 
+#include "flowtt/checkpoints.cuh"
 #include "flowtt/products.cuh"
-#include "flowtt/schedule.cuh"
 
 namespace flowtt {
 
 struct ForwardShared {
-  int tile, word, left, owner, c, last;
+  int tile, borders, word, left, owner, c, last;
   size_t bytes;
   __host__ __device__ explicit ForwardShared(const SharedSizes& sizes) {
     SharedPlan plan;
     tile = plan.take<Tile>(1);
+    borders = plan.take<Borders>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
     owner = plan.take<float>(sizes.owner);
@@ -27,6 +28,7 @@ struct ForwardArguments {
   DeviceBatch batch;
   DevicePlan plan;
   Schedule schedule;
+  Checkpoints checkpoints;
   SharedSizes sizes;
   const float* weights;
   float* rows;  // [distinct rows, row_stride]
@@ -37,20 +39,23 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
   FLOWTT_DYNAMIC_SHARED(raw);
   const ForwardShared at(p.sizes);
   Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
+  Borders& borders = *shared_array<Borders>(raw, at.borders, 1);
   int* const word = shared_array<int>(raw, at.word, 1);
   float* const left = shared_array<float>(raw, at.left, p.sizes.left);
   float* const owner = shared_array<float>(raw, at.owner, p.sizes.owner);
   float* const c = shared_array<float>(raw, at.c, p.sizes.c);
   float* const last = shared_array<float>(raw, at.last, p.sizes.last);
-  int64_t loaded = -1;  // where the slab in `owner` starts
-  int64_t held = -1;    // the flow whose whole product is in `c`, alone
+  if (threadIdx.x == 0) borders.held = borders.loaded = -1;
 
   for (;;) {
     __syncthreads();  // everybody is done with the last tile
     if (threadIdx.x < 32) {
-      const int number = take_tile(p.schedule);
-      if (number >= 0) decode_tile(tile, p.batch, p.plan, number, p.schedule.tile_rows);
-      if (threadIdx.x == 0) *word = number;
+      const TakenTile taken = take_tile(p.schedule);
+      if (taken.number >= 0) {
+        decode_tile(tile, p.batch, p.plan, taken.number, p.schedule.tile_rows);
+        find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, p.checkpoints.states != nullptr);
+      }
+      if (threadIdx.x == 0) *word = taken.number;
     }
     __syncthreads();
     if (*word < 0) break;  // uniform
@@ -59,17 +64,21 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
       end = batch_end(tile, flow, table.max_flows);
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
-      const int left_rows = (end - flow) * table.left_rows;
-      const bool is_held = end == flow + 1 && held == tile.flow_key[flow];
+      if (flow == 0 && borders.keeps && borders.held_at > 0) {
+        for_product(table, 0, table.owner_q, [&](int i, int) {
+          store4(c + i, load4(c + borders.held_at * table.left_rows * table.slab_pitch + i));
+        });
+      }
+      claim(p.checkpoints, borders, tile, flow, end, *word);
+      if (threadIdx.x == 0) FLOWTT_COUNT("prefix products", made_here(borders, tile, flow, end).count());
       for (int first_q = 0; first_q < table.owner_q; first_q += table.slab_q) {
         const Slab slab{first_q, min(table.slab_q, table.owner_q - first_q)};
         const int64_t slice = tile.flow_owner[flow];
         if (first_q > 0 || flow > 0) __syncthreads();  // the last slab's readers are done
-        if (!is_held) {
-          if (first_q == 0) load_left(table, p.weights, tile, flow, end, left);
-          if (loaded != slice + first_q * table.rank) {
+        if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
+          if (first_q == 0) load_left(table, p.weights, tile, made.begin, made.end, left);
+          if (borders.loaded != slice + first_q * table.rank) {
             load_owner(table, p.weights + slice, slab.first_q, slab.num_q, owner);
-            loaded = slice + first_q * table.rank;
           }
         }
         __pipeline_commit();
@@ -77,17 +86,23 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        if (!is_held) {
-          make_products<2, 4>(table, slab, left, owner, c, left_rows);
+        if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
+          make_products<2, 4>(table, slab, left, owner, c + (made.begin - flow) * table.left_rows * table.slab_pitch,
+                              made.count() * table.left_rows);
+          if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + first_q * table.rank;
         }
         __pipeline_wait_prior(0);
         __syncthreads();
+        hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
         const int rows = (end_row - first_row) * table.left_rows * slab.num_q;
         with_tile_height<4>(rows, table.last_q4 / 4, [&](auto height) {
           row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
         });
       }
-      held = end == flow + 1 && table.slab_q == table.owner_q ? tile.flow_key[flow] : -1;
+      if (end == tile.num_flows && threadIdx.x == 0) {
+        borders.held = borders.goes_on && table.slab_q == table.owner_q ? tile.flow_key[end - 1] : -1;
+        borders.held_at = end - 1 - flow;
+      }
     }
   }
 }

@@ -143,7 +143,7 @@ __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab
       a[i] = product + m / slab.num_q * table.slab_pitch + m % slab.num_q * table.rank_pitch;
     }
     float4 sum[TM] = {};
-#pragma unroll 2
+#pragma unroll(TM < 4 ? 2 : 1)  // registers
     for (int k = 0; k < table.rank4; k += 4) {
       float4 b[4];
 #pragma unroll

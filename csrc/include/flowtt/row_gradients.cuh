@@ -22,7 +22,8 @@ __global__ void factor_gradients(DeviceBatch batch, DevicePlan plan, Pooling poo
 // Gradients of rows: sums over the lookups of each, in key order and without atomics, hence the same bits every time.
 //
 // A warp takes a span of 32 places of the sorted order. The part of a row that began in an earlier span goes to
-// carries[span]; add_carries adds those, in order, to the sum of the span in which the row begins.
+// carries[span]. 32 carries of one row become one of the next level, so that a hot row's are not added one by one; then
+// add_carries adds what is left, in order, to the sum of the span in which the row begins.
 struct RowGradientArguments {
   DeviceBatch batch;
   DevicePlan plan;
@@ -72,6 +73,22 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
   }
 }
 
+// Where 32 stretches of `stride` spans all carry one row: their sum, in place of the first one's.
+__global__ void sum_carries(const __grid_constant__ RowGradientArguments p, int stride) {
+  const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * 32 * stride, last = first + 32 * stride - 1;
+  if (last * 32 >= p.batch.num_lookups) return;
+  const int lookup = p.plan.lookups[first * 32], row = p.row_of_lookup[lookup];
+  if (p.plan.row_starts[row] >= first * 32 || p.plan.row_starts[row + 1] <= last * 32) return;
+  const int dim = bag_place(p.batch, p.plan.bags[lookup]).dim;
+  for (int column = threadIdx.x % 32; column < dim; column += 32) {
+    float* const carries = p.carries + first * p.row_stride + column;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = 0; i < 32; ++i) sum += carries[int64_t{i} * stride * p.row_stride];
+    *carries = sum;
+  }
+}
+
 __global__ void add_carries(const __grid_constant__ RowGradientArguments p) {
   const int span = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32, end = span * 32 + 32;
   if (end >= p.batch.num_lookups) return;
@@ -84,8 +101,11 @@ __global__ void add_carries(const __grid_constant__ RowGradientArguments p) {
   for (int column = lane; column < dim; column += 32) {
     float* const to = p.row_gradients + int64_t{row} * p.row_stride + column;
     float sum = *to;
-#pragma unroll 4
-    for (int s = span + 1; s <= last_span; ++s) sum += p.carries[int64_t{s} * p.row_stride + column];
+    for (int s = span + 1, step; s <= last_span; s += step) {
+      for (step = 1; s % (32 * step) == 0 && s + 32 * step - 1 <= last_span;) step *= 32;
+      sum += p.carries[int64_t{s} * p.row_stride + column];
+      if (column == 0) FLOWTT_COUNT("carries added one by one", 1);
+    }
     *to = sum;
   }
 }
