@@ -11,8 +11,17 @@ from torch import Tensor, nn
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.cores import default_std, from_dense, init_cores
+from flowtt_torchrec.deferred import deferred_lookup
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.optimizers import STEP, OptimizerSpec, apply_gradient, init_state, split_state, state_names
+from flowtt_torchrec.optimizers import (
+    STEP,
+    OptimizerSpec,
+    apply_gradient,
+    init_state,
+    split_state,
+    state_names,
+    touched_slices,
+)
 from flowtt_torchrec.reference import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec
 
@@ -130,6 +139,9 @@ class BatchedTTEmbeddingBags(_FlatCores):
         device: where the weights live; on ``"meta"`` they are not initialised.
         dtype: of weights and optimizer state, float32 or float64.
         seed: changes the initial weights; a table's also depend on its name, and on nothing else.
+        keep_forward_weights: with a fused optimizer, whether backward may follow another step of these tables, as in
+            semi-synchronous training; otherwise that is an error. Every forward keeps a copy of the cores then, at
+            which its gradient is taken: the step is that of any optimizer that is given a late gradient.
 
     Attributes:
         weights: one flat parameter with the cores of all tables; `split_weights` has them one by one.
@@ -155,6 +167,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        keep_forward_weights: bool = False,
     ) -> None:
         super().__init__(TTLayout(list(specs.values()), list(specs), feature_table_map), optimizer, device, dtype)
         if pooling not in ("sum", "mean"):
@@ -162,6 +175,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         self.pooling = pooling
         self.bounds_check_mode = bounds_check_mode
         self.seed = seed
+        self.keep_forward_weights = keep_forward_weights
         self.reset_parameters()
 
     @torch.no_grad()
@@ -197,6 +211,19 @@ class BatchedTTEmbeddingBags(_FlatCores):
                 pooling=self.pooling,
                 bounds_check_mode=self.bounds_check_mode,
             )
+        if self.keep_forward_weights and self.weights.requires_grad and torch.is_grad_enabled():
+            return deferred_lookup(
+                self.weights,
+                self.layout,
+                indices,
+                offsets,
+                read=self.weights.detach().clone,
+                leave=self._step,
+                with_row_keys=self.optimizer.needs_touched,
+                per_sample_weights=per_sample_weights,
+                pooling=self.pooling,
+                bounds_check_mode=self.bounds_check_mode,
+            )
         return ops.fused_lookup(
             self.weights,
             self.layout,
@@ -208,6 +235,10 @@ class BatchedTTEmbeddingBags(_FlatCores):
             pooling=self.pooling,
             bounds_check_mode=self.bounds_check_mode,
         )
+
+    @torch.no_grad()
+    def _step(self, grad: Tensor, row_keys: Tensor | None) -> None:
+        self.apply_gradient(grad, None if row_keys is None else touched_slices(self.layout, row_keys))
 
     def split_optimizer_state(self) -> dict[str, list[dict[str, Tensor]]]:
         """The fused optimizer's state by table and core, e.g. ``{"momentum1": …}``: views that share its memory.

@@ -227,8 +227,9 @@ class _FusedLookup(torch.autograd.Function):
         if ctx.version is not None and ctx.weights._version != ctx.version:
             raise RuntimeError(
                 "the tensor-train weights have changed since this forward pass, so its gradient cannot be taken; "
-                "with a fused optimizer run backward before the next backward of the same tables, or train them with "
-                "optimizer=None and a torch optimizer"
+                "with a fused optimizer run backward before the next backward of the same tables. For pipelines that "
+                "look up ahead (TrainPipelineSemiSync) set keep_forward_weights=True in the sharder or in "
+                "BatchedTTEmbeddingBags, or train with optimizer=None and a torch optimizer"
             )
         wants_per_sample_weights = ctx.needs_input_grad[1]
         grad_per_sample_weights = ctx.backend.pooled_backward_update(

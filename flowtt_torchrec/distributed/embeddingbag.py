@@ -215,6 +215,9 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         fused_params: as in TorchRec, for all tables.
         qcomm_codecs_registry: as in TorchRec.
         seed: of the initial cores, together with the table's name. The same on all ranks.
+        keep_forward_weights: keeps a copy of the cores with every forward, so that backward may follow another step of
+            the same tables, as it does in ``TrainPipelineSemiSync``; otherwise that is an error. Not for data-parallel
+            tables: DDP would not average their gradients.
 
     Example:
         >>> compression = {"t_cat_2": TTSpec.suggest(40_000_000, 128, rank=32)}
@@ -230,11 +233,13 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
         seed: int = 0,
+        keep_forward_weights: bool = False,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self._compression = dict(compression)
         self._plan_chooses = isinstance(compression, AutoCompression)
         self._seed = seed
+        self._keep_forward_weights = keep_forward_weights
 
     @property
     def compression(self) -> dict[str, TTSpec]:
@@ -292,8 +297,10 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             if hasattr(parameter, "_optimizer_kwargs"):
                 # TorchRec renames keys in these dicts; they belong to the caller
                 parameter._optimizer_kwargs = [_hashable(kwargs) for kwargs in parameter._optimizer_kwargs]
+        if self._keep_forward_weights:
+            _check_not_data_parallel(tables, params)
         _check_row_wise_means(list(configs.values()), tables, params)
-        shared = TTTables(tables, self._seed)
+        shared = TTTables(tables, self._seed, self._keep_forward_weights)
         return ShardedTTEmbeddingBagCollection(
             module=module,
             table_name_to_parameter_sharding={
@@ -356,6 +363,16 @@ def _check_optimizer(name: str, parameter: nn.Parameter) -> None:
                 f"table {name!r}: {optimizer.__name__} cannot be fused into backward; use {OPTIMIZERS}, or place the "
                 "table data_parallel, where the dense optimizer trains it"
             ) from None
+
+
+def _check_not_data_parallel(tables: Mapping[str, TTTable], plan: Mapping[str, ParameterSharding]) -> None:
+    replicated = [name for name in tables if plan[name].sharding_type == ShardingType.DATA_PARALLEL.value]
+    if replicated:
+        raise ValueError(
+            f"{name_tables(replicated)}: planned data_parallel, and the sharder has keep_forward_weights=True; DDP "
+            "does not average gradients whose backward comes after another forward, so constrain these tables to "
+            "other sharding types, or leave keep_forward_weights out"
+        )
 
 
 def _check_row_wise_means(

@@ -190,6 +190,7 @@ class TTFusedEmbeddingBag(TTKernel, FusedOptimizerModule):
             device=device,
             dtype=self._dtype,
             seed=self._tables.seed,
+            keep_forward_weights=self._tables.keep_forward_weights,
         )
         self._adopt(list(self._emb_module.split_weights().values()))
         for cores in self._cores.values():

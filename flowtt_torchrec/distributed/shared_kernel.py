@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 
-from flowtt_torchrec import ops
+from flowtt_torchrec.deferred import deferred_lookup
 from flowtt_torchrec.distributed.column_shards import ColumnShard, ColumnShards
 from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, SharedTable
 from flowtt_torchrec.distributed.kernel import TTFusedEmbeddingBag
@@ -63,21 +61,25 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         if self._first_rows is not None and indices.numel():
             lookups = offsets[:: (offsets.numel() - 1) // layout.num_features].diff()
             indices = indices + self._first_rows.repeat_interleave(lookups, output_size=indices.numel())
-        plan = ops.flow_plan(layout, indices, offsets, bounds_check_mode=self._bounds_check_mode)
         assert bags.optimizer is not None
-        row_keys = plan.row_keys[: int(plan.counts[0])] if bags.optimizer.needs_touched else None
-        return ops.pooled_lookup(
-            _SharedWeights.apply(bags.weights, self, row_keys),
+        return deferred_lookup(
+            bags.weights,
             layout,
+            indices,
             offsets,
-            plan,
+            read=self._lookup_weights,
+            leave=self._leave,
+            with_row_keys=bags.optimizer.needs_touched,
             per_sample_weights=weights,
             pooling=self._pooling,
+            bounds_check_mode=self._bounds_check_mode,
         )
 
     def _lookup_weights(self) -> Tensor:
         weights = self._emb_module.weights.detach()
-        return weights if self._columns is None else self._columns.gather(weights)
+        if self._columns is not None:
+            return self._columns.gather(weights)
+        return weights.clone() if self._tables.keep_forward_weights else weights
 
     @torch.no_grad()
     def _leave(self, grad: Tensor, row_keys: Tensor | None) -> None:
@@ -114,18 +116,3 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         if self._grad is not None:
             self._emb_module.apply_gradient(self._grad, self._touched)
             self._grad = self._touched = None
-
-
-class _SharedWeights(torch.autograd.Function):
-    """The cores that a lookup reads; backward leaves their gradient with the kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, kernel: TTSharedEmbeddingBag, row_keys: Tensor | None) -> Tensor:
-        ctx.kernel, ctx.row_keys = kernel, row_keys
-        return kernel._lookup_weights()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.kernel._leave(grad, ctx.row_keys)
-        return None, None, None

@@ -32,11 +32,13 @@ class TTTables:
     Args:
         tables: by name.
         seed: of the initial cores, together with the table's name.
+        keep_forward_weights: as for `BatchedTTEmbeddingBags`, for all kernels.
     """
 
-    def __init__(self, tables: Mapping[str, TTTable], seed: int) -> None:
+    def __init__(self, tables: Mapping[str, TTTable], seed: int, keep_forward_weights: bool = False) -> None:
         self._tables = dict(tables)
         self.seed = seed
+        self.keep_forward_weights = keep_forward_weights
 
     def __getitem__(self, name: str) -> TTTable:
         return self._tables[name]

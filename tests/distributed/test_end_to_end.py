@@ -1,13 +1,10 @@
-"""Planner to training: a table far larger than memory, and TorchRec's train pipeline."""
+"""Planner to training: a table far larger than memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
@@ -15,20 +12,12 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 from twins import (
-    Table,
     all_optimizers,
     apply_optimizer_in_backward,
-    dense_optimizer,
-    make_batch,
-    mixed_tables,
-    shard,
-    shared_tables,
 )
 
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, TTEmbeddingShardingPlanner
@@ -99,67 +88,3 @@ def test_four_billion_rows_train_in_less_than_two_gibibytes(two_ranks: Ranks) ->
             assert kernels["small"] != "customized_kernel"
             assert losses[-1] < 0.5 * losses[0]
             assert peak < 2 * GIB
-
-
-class PipelineBatch(Pipelineable):
-    def __init__(self, features: KeyedJaggedTensor, targets: Tensor) -> None:
-        self.features, self.targets = features, targets
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> PipelineBatch:
-        return PipelineBatch(self.features.to(device), self.targets.to(device))
-
-    def record_stream(self, stream: Any) -> None:
-        pass
-
-    def pin_memory(self) -> PipelineBatch:
-        return self
-
-
-class PipelineModel(nn.Module):
-    """Loss and output, with feature names that fx can trace."""
-
-    def __init__(self, inner: nn.Module, keys: list[str]) -> None:
-        super().__init__()
-        self.ebc, self.over, self.keys = inner.ebc, inner.over, keys
-
-    def forward(self, batch: PipelineBatch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.features)
-        columns = torch.cat([pooled[key] for key in self.keys], dim=1)
-        output = self.over(columns).squeeze(1)
-        return (output - batch.targets).square().mean(), output
-
-
-def pipelined(rank: int, world_size: int, make_tables: Callable[[], list[Table]]) -> None:
-    tables = make_tables()
-    used = [feature for table in tables for feature in table.features]
-    keys = sorted(f if used.count(f) == 1 else f"{f}@{t.name}" for t in tables for f in t.features)
-    batches = [make_batch(tables, 6, 10 * step + rank) for step in range(6)]
-    losses: dict[bool, list[float]] = {}
-    for pipeline in (False, True):
-        torch.manual_seed(3)  # of the dense tables' weights
-        model = shard(tables, world_size, (torch.optim.SGD, {"lr": 0.1}))
-        optimizer = dense_optimizer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        wrapped = PipelineModel(model.module, keys)
-        if pipeline:
-            run = TrainPipelineSparseDist(wrapped, optimizer, torch.device("cpu"))
-            iterator = iter([PipelineBatch(*batch) for batch in batches])
-            outputs = [run.progress(iterator) for _ in batches]
-            run.detach()
-        else:
-            outputs = []
-            for batch in batches:
-                optimizer.zero_grad()
-                loss, output = wrapped(PipelineBatch(*batch))
-                loss.backward()
-                optimizer.step()
-                outputs.append(output)
-        losses[pipeline] = [float(o.detach().square().sum()) for o in outputs]
-    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), atol=0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("make_tables", [mixed_tables, shared_tables])
-def test_the_train_pipeline_gives_the_plain_loops_outputs(
-    one_rank: Callable[..., Any], two_ranks: Ranks, make_tables: Callable[[], list[Table]]
-) -> None:
-    one_rank(pipelined, make_tables)
-    two_ranks.run(pipelined, make_tables)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,9 +187,10 @@ def shard(
     *,
     dense: bool = False,
     weighted: bool = False,
+    wrap: Callable[[Model], nn.Module] = lambda model: model,
     **sharder_args: Any,
 ) -> DistributedModelParallel:
-    """The sharded model: with TT tables, or its stock twin if ``dense``."""
+    """The sharded model: with TT tables, or its stock twin if ``dense``. ``wrap`` may change what surrounds its ebc."""
     model = Model(tables, weighted=weighted)
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer[0], model.ebc.parameters(), dict(optimizer[1]))
@@ -199,7 +200,7 @@ def shard(
         else TTEmbeddingBagCollectionSharder(compression(tables), **sharder_args)
     )
     plan = make_plan(model.ebc, tables, world_size, sharder, dense=dense)
-    return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({"ebc": plan}), sharders=[sharder])
+    return DistributedModelParallel(wrap(model), device=CPU, plan=ShardingPlan({"ebc": plan}), sharders=[sharder])
 
 
 def make_plan(
