@@ -18,7 +18,7 @@ BUILT := $(VENV)/.flowtt-built
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
 # Threads that spin while they wait take the cores from each other where processes share them, hence PASSIVE below.
-.PHONY: setup train test test-cuda lint format bench clean
+.PHONY: setup train test test-cuda test-matrix lint format bench clean
 
 setup: $(BUILT)
 
@@ -47,6 +47,10 @@ test: $(BUILT) $(DEV)
 test-cuda: $(BUILT) $(DEV)
 	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py tests/benchmarks/test_cuda_counts.py $(PYTEST_ARGS)
 	$(ACTIVATE) && python -m pytest tests/test_ops.py -k cuda $(PYTEST_ARGS)
+
+# The tests that touch TorchRec, with every TorchRec supported; gigabytes of packages. ARGS="--cells 1.9" takes one.
+test-matrix:
+	$(or $(PYTHON),python3) scripts/version_matrix.py $(ARGS)
 
 lint: $(BUILT) $(DEV)
 	$(ACTIVATE) && ruff check . && ruff format --check . && mypy

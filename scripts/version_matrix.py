@@ -42,11 +42,21 @@ CELLS = (
     Cell("1.8.0", "2.13.0", "1.8.0"),
     Cell("1.9.2", "2.14.1", "1.9.0"),
 )
-# Everything that touches torchrec or torch's op machinery; the rest doesn't depend on their versions.
+# What depends on the versions of torch and torchrec: the canary, every placement, planner, checkpoints, pipelines, ops.
 TESTS = (
+    "tests/distributed/test_torchrec_signatures.py",
+    "tests/distributed/test_planner.py",
+    "tests/distributed/test_stats.py",
+    "tests/distributed/test_twin_training.py",
+    "tests/distributed/test_shared_tables.py",
+    "tests/distributed/test_optimizers_in_backward.py",
+    "tests/distributed/test_sharder_errors.py",
+    "tests/distributed/test_variable_batch.py",
+    "tests/distributed/test_pipelines.py",
+    "tests/distributed/test_checkpoints.py",
+    "tests/distributed/test_reshard_checkpoints.py",
     "tests/test_native.py",
     "tests/test_embedding_bag.py",
-    "tests/distributed",
 )
 DEVELOPMENT = ("pytest", "pytest-timeout", "hypothesis")
 
