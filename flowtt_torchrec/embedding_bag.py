@@ -13,6 +13,7 @@ from flowtt_torchrec import ops
 from flowtt_torchrec.cores import default_std, from_dense, init_cores
 from flowtt_torchrec.deferred import deferred_lookup
 from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.materialised import MaterialisedRows
 from flowtt_torchrec.optimizers import (
     STEP,
     OptimizerSpec,
@@ -40,6 +41,7 @@ class _FlatCores(nn.Module):
         self.layout = layout
         self.optimizer = optimizer
         self.weights = nn.Parameter(torch.empty(layout.num_parameters, device=device, dtype=dtype))
+        self.materialised: MaterialisedRows | None = None
         self._state_names = () if optimizer is None else state_names(optimizer.kind)
         if optimizer is not None:
             # Not persistent as buffers: _save_to_state_dict writes them core by core.
@@ -55,6 +57,26 @@ class _FlatCores(nn.Module):
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._state_names}
+
+    def materialise_rows(self, max_bytes: int, strategy: str = "auto") -> None:
+        """Lets lookups without gradients keep rows of tables in memory while the weights do not change.
+
+        ``materialised`` then is the `MaterialisedRows` that does it, and tells which tables' rows are kept.
+
+        Args:
+            max_bytes: the most that they may take; 0 to keep none any more.
+            strategy: as for `MaterialisedRows`.
+        """
+        self.materialised = MaterialisedRows(max_bytes, strategy) if max_bytes else None
+
+    def _rows_without_gradient(self, per_sample_weights: Tensor | None) -> MaterialisedRows | None:
+        """What keeps rows, if this lookup may use it."""
+        inputs = (self.weights, per_sample_weights)
+        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        # A compiled graph would take kept rows for constants.
+        if wants_gradient or torch.compiler.is_compiling() or self.weights.is_inference():
+            return None
+        return self.materialised
 
     def split_weights(self) -> dict[str, list[Tensor]]:
         """The cores ``[p_k, r_{k-1}, q_k, r_k]`` of each table: detached views that share the parameter's memory."""
@@ -201,8 +223,9 @@ class BatchedTTEmbeddingBags(_FlatCores):
         Returns:
             ``[batch_size, layout.total_dim]``.
         """
-        if self.optimizer is None:
-            return ops.lookup(
+        rows = self._rows_without_gradient(per_sample_weights)
+        if rows is not None or self.optimizer is None:
+            return (ops if rows is None else rows).lookup(
                 self.weights,
                 self.layout,
                 indices,
@@ -404,7 +427,8 @@ class TTEmbeddingBag(_FlatCores):
         return output / ends.diff().clamp(min=1)[:, None]
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
-        return ops.lookup(
+        rows = self._rows_without_gradient(weights)
+        return (ops if rows is None else rows).lookup(
             self.weights,
             self.layout,
             indices,

@@ -84,7 +84,7 @@ def flow_plan(
         RuntimeError: for offsets that do not describe the indices, or a row number out of range under ``FATAL``.
     """
     count, device = indices.numel(), indices.device
-    batch_size = _check_offsets(layout, count, offsets)
+    batch_size = check_offsets(layout, count, offsets)
     bags = torch.arange(offsets.numel() - 1, device=device).repeat_interleave(offsets.diff(), output_size=count)
     tables, rows, invalid = check_rows(layout, indices, bags, batch_size, bounds_check_mode)
     keys = layout.keys(tables, rows)
@@ -237,7 +237,7 @@ def pooled_backward_update(
     return grad_per_sample_weights
 
 
-def _check_offsets(layout: TTLayout, count: int, offsets: Tensor) -> int:
+def check_offsets(layout: TTLayout, count: int, offsets: Tensor) -> int:
     """Returns the batch size."""
     bags, features = offsets.numel() - 1, layout.num_features
     if bags < 0 or bags % features:
