@@ -43,6 +43,10 @@ inline const char* name_of(ScalarType type) {
       return "float32";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
     default:
       return "another type";
   }

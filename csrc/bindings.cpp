@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "arguments.h"
@@ -132,6 +133,33 @@ FlowPlan read_plan(const PlanTensors& tensors) {
           tensors.flow_starts.const_data_ptr<int32_t>()};
 }
 
+template <class T>
+cpu::Weights<T> read_weights(const Tensor& weights) {
+  if constexpr (std::is_same_v<T, float>) {
+    const auto* bits = static_cast<const uint16_t*>(weights.const_data_ptr());
+    const cpu::InstructionSet& isa = cpu::instruction_set();
+    if (weights.scalar_type() == ScalarType::BFloat16) return {bits, isa.bfloat16, isa.tiles};
+    if (weights.scalar_type() == ScalarType::Half) return {bits, isa.float16, nullptr};
+  }
+  return cpu::Weights<T>(weights.const_data_ptr<T>());
+}
+
+template <class T>
+cpu::MutableWeights<T> mutable_weights(Tensor& weights, int64_t rounding_seed) {
+  if constexpr (std::is_same_v<T, float>) {
+    auto* bits = static_cast<uint16_t*>(weights.mutable_data_ptr());
+    const cpu::InstructionSet& isa = cpu::instruction_set();
+    if (weights.scalar_type() == ScalarType::BFloat16) return {bits, isa.bfloat16, rounding_seed};
+    if (weights.scalar_type() == ScalarType::Half) return {bits, isa.float16, rounding_seed};
+  }
+  return cpu::MutableWeights<T>(weights.mutable_data_ptr<T>());
+}
+
+// What is computed with weights of a type, and the type of all other tensors of numbers.
+ScalarType compute_type(const Tensor& weights) {
+  return weights.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 struct Problem {
   std::vector<Table> tables;
   Batch batch;
@@ -144,7 +172,7 @@ struct Problem {
     return {tables,
             batch,
             plan,
-            weights.const_data_ptr<T>(),
+            read_weights<T>(weights),
             per_sample_weights ? per_sample_weights->const_data_ptr<T>() : nullptr,
             pooling_mode,
             total_dim};
@@ -161,8 +189,9 @@ Problem read_problem(const Tensor& weights, const Tensor& tables, const Tensor& 
 
   check_shape("weights", weights, {-1});
   const ScalarType type = weights.scalar_type();
-  check(type == ScalarType::Float || type == ScalarType::Double, "weights must be float32 or float64, not ",
-        name_of(type));
+  check(type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16 ||
+            type == ScalarType::Half,
+        "weights must be float32, float64, bfloat16 or float16, not ", name_of(type));
   int64_t parameters = 0;
   for (const Table& table : described) {
     for (int k = 0; k < table.num_cores; ++k) {
@@ -173,7 +202,7 @@ Problem read_problem(const Tensor& weights, const Tensor& tables, const Tensor& 
         weights.numel());
   if (per_sample_weights) {
     check_shape("per_sample_weights", *per_sample_weights, {grouped.num_lookups});
-    check_type("per_sample_weights", *per_sample_weights, type);
+    check_type("per_sample_weights", *per_sample_weights, compute_type(weights));
   }
   for (int64_t feature = 0; feature < batch.num_features; ++feature) {
     const int64_t end = batch.column(feature) + described[batch.table(feature)].dim;
@@ -183,10 +212,15 @@ Problem read_problem(const Tensor& weights, const Tensor& tables, const Tensor& 
   return {std::move(described), batch, grouped, static_cast<PoolingMode>(pooling_mode), total_dim};
 }
 
-// Calls body with a value of the type of `weights`.
+// Calls body with a value of the type that is computed with.
 template <class Body>
 void with_type(const Tensor& weights, const Body& body) {
-  weights.scalar_type() == ScalarType::Float ? body(float{}) : body(double{});
+  compute_type(weights) == ScalarType::Float ? body(float{}) : body(double{});
+}
+
+// An uninitialised tensor of that type.
+Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  return torch::stable::new_empty(weights, sizes, compute_type(weights));
 }
 
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
@@ -195,7 +229,7 @@ Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor off
   const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem =
       read_problem(weights, tables, features, offsets, plan, per_sample_weights, total_dim, pooling_mode);
-  Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim});
+  Tensor output = make_tensor(weights, {problem.batch.batch_size, total_dim});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
     cpu::pooled_forward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
@@ -209,7 +243,7 @@ Problem read_backward(const Tensor& grad_output, const Tensor& weights, const Te
                       const Tensor& offsets, const PlanTensors& plan, const std::optional<Tensor>& per_sample_weights,
                       int64_t pooling_mode, bool per_sample_weights_grad) {
   check_shape("grad_output", grad_output, {-1, -1});
-  check_type("grad_output", grad_output, weights.scalar_type());
+  check_type("grad_output", grad_output, compute_type(weights));
   Problem problem =
       read_problem(weights, tables, features, offsets, plan, per_sample_weights, grad_output.size(1), pooling_mode);
   check_shape("grad_output", grad_output, {problem.batch.batch_size, grad_output.size(1)});
@@ -226,8 +260,8 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
   const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
-  Tensor grad_weights = torch::stable::new_zeros(weights, weights.sizes());
-  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  Tensor grad_weights = torch::stable::new_zeros(weights, weights.sizes(), compute_type(weights));
+  Tensor grad_factors = make_tensor(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
     cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),
@@ -242,7 +276,7 @@ template <class T>
 T* momentum_data(const char* name, std::optional<Tensor>& momentum, int64_t size, const Tensor& weights) {
   if (!momentum) return nullptr;
   check_shape(name, *momentum, {size});
-  check_type(name, *momentum, weights.scalar_type());
+  check_type(name, *momentum, compute_type(weights));
   return momentum->mutable_data_ptr<T>();
 }
 
@@ -251,13 +285,13 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay, double beta1, double beta2, int64_t step) {
+                              double weight_decay, double beta1, double beta2, int64_t step, int64_t rounding_seed) {
   const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
   const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
   const MomentumSizes sizes = momentum_sizes(kind, momentum1, momentum2, weights.numel(), problem.tables);
-  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  Tensor grad_factors = make_tensor(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
     const cpu::UpdateRule<T> rule{static_cast<typename cpu::UpdateRule<T>::Kind>(optimizer),
@@ -268,7 +302,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                                   static_cast<T>(beta2),
                                   static_cast<T>(bias_correction(beta1, step)),
                                   static_cast<T>(bias_correction(beta2, step))};
-    const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, weights.mutable_data_ptr<T>(),
+    const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, mutable_weights<T>(weights, rounding_seed),
                                     momentum_data<T>("momentum1", momentum1, sizes.first, weights),
                                     momentum_data<T>("momentum2", momentum2, sizes.second, weights));
     cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),

@@ -269,7 +269,8 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay, double beta1, double beta2, int64_t step) {
+                              double weight_decay, double beta1, double beta2, int64_t step,
+                              int64_t /*rounding_seed*/) {
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
   const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);

@@ -24,7 +24,8 @@ void define_ops(Library& m) {
       "Tensor(c!)? momentum2, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
       "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
       "int pooling_mode, bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, "
-      "float weight_decay, float beta1, float beta2, SymInt step) -> Tensor");
+      "float weight_decay, float beta1, float beta2, SymInt step, "
+      "SymInt rounding_seed) -> Tensor");
   m.def(
       "cuda_setting(Tensor tables, bool backward, int shared_limit) "
       "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
+from flowtt_torchrec.precision import TO_NEAREST, compute_dtype
 from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode, check_rows
 
 
@@ -125,6 +126,7 @@ class CompiledOps:
         pooling_mode: PoolingMode = PoolingMode.SUM,
         per_sample_weights_grad: bool = False,
         step: int = 0,
+        rounding_seed: int = TO_NEAREST,
     ) -> Tensor:
         self._mirror_determinism(weights)
         return self._ops.pooled_backward_update(
@@ -146,6 +148,7 @@ class CompiledOps:
             optimizer.beta1,
             optimizer.beta2,
             step,
+            rounding_seed,
         )
 
     def _mirror_determinism(self, weights: Tensor) -> None:
@@ -161,7 +164,7 @@ class CompiledOps:
             grad_output.contiguous(), *args, per_sample_weights, ctx.pooling_mode, wants_per_sample_weights
         )
         return (
-            grad_weights if wants_weights else None,
+            grad_weights.to(args[0].dtype) if wants_weights else None,
             *(None,) * 9,
             grad_per_sample_weights if wants_per_sample_weights else None,
             None,
@@ -208,7 +211,8 @@ def _fake_pooled_forward(
     total_dim: int,
     pooling_mode: int,
 ) -> Tensor:
-    return weights.new_empty((offsets.numel() - 1) // features.shape[0], total_dim)
+    rows = (offsets.numel() - 1) // features.shape[0]
+    return weights.new_empty(rows, total_dim, dtype=compute_dtype(weights.dtype))
 
 
 def _fake_pooled_backward(
@@ -227,7 +231,9 @@ def _fake_pooled_backward(
     pooling_mode: int,
     per_sample_weights_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(weights), weights.new_empty(lookups.numel() if per_sample_weights_grad else 0)
+    return torch.empty_like(weights, dtype=grad_output.dtype), _fake_factors(
+        grad_output, lookups, per_sample_weights_grad
+    )
 
 
 def _fake_pooled_backward_update(
@@ -254,8 +260,13 @@ def _fake_pooled_backward_update(
     beta1: float,
     beta2: float,
     step: int,
+    rounding_seed: int,
 ) -> Tensor:
-    return weights.new_empty(lookups.numel() if per_sample_weights_grad else 0)
+    return _fake_factors(grad_output, lookups, per_sample_weights_grad)
+
+
+def _fake_factors(grad_output: Tensor, lookups: Tensor, wanted: bool) -> Tensor:
+    return grad_output.new_empty(lookups.numel() if wanted else 0)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

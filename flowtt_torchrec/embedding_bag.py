@@ -23,6 +23,7 @@ from flowtt_torchrec.optimizers import (
     state_names,
     touched_slices,
 )
+from flowtt_torchrec.precision import check_weight_dtype, compute_dtype
 from flowtt_torchrec.reference import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec
 
@@ -38,11 +39,12 @@ class _FlatCores(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        check_weight_dtype(dtype)
         self.layout = layout
         self.optimizer = optimizer
         self.weights = nn.Parameter(torch.empty(layout.num_parameters, device=device, dtype=dtype))
         self.materialised: MaterialisedRows | None = None
-        self._state_names = () if optimizer is None else state_names(optimizer.kind)
+        self._state_names = () if optimizer is None else state_names(optimizer.kind, dtype)
         if optimizer is not None:
             # Not persistent as buffers: _save_to_state_dict writes them core by core.
             for name, state in init_state(layout, optimizer.kind, dtype=dtype, device=self.weights.device).items():
@@ -159,8 +161,11 @@ class BatchedTTEmbeddingBags(_FlatCores):
         optimizer: a fused optimizer, stepped inside backward; without one, ``weights`` gets a dense gradient.
         bounds_check_mode: what happens to a row number that its table does not have.
         device: where the weights live; on ``"meta"`` they are not initialised.
-        dtype: of weights and optimizer state, float32 or float64.
-        seed: changes the initial weights; a table's also depend on its name, and on nothing else.
+        dtype: of the weights: float32, float64, bfloat16 or float16. All that is computed, and the optimizer's state,
+            is float32, with float64 weights float64.
+        output_dtype: of the output, a floating-point type; if not given, that of what is computed.
+        seed: changes the initial weights; a table's also depend on its name, and on nothing else. And the bits by which
+            stochastic rounding of updated bfloat16 or float16 weights goes.
         keep_forward_weights: with a fused optimizer, whether backward may follow another step of these tables, as in
             semi-synchronous training; otherwise that is an error. Every forward keeps a copy of the cores then, at
             which its gradient is taken: the step is that of any optimizer that is given a late gradient.
@@ -188,6 +193,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
         seed: int = 0,
         keep_forward_weights: bool = False,
     ) -> None:
@@ -195,6 +201,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         if pooling not in ("sum", "mean"):
             raise ValueError(f"unknown pooling {pooling!r}; known: sum, mean")
         self.pooling = pooling
+        self.output_dtype = compute_dtype(dtype) if output_dtype is None else output_dtype
         self.bounds_check_mode = bounds_check_mode
         self.seed = seed
         self.keep_forward_weights = keep_forward_weights
@@ -218,11 +225,14 @@ class BatchedTTEmbeddingBags(_FlatCores):
         Args:
             indices: int32 or int64 ``[N]``, row numbers, feature by feature.
             offsets: int32 or int64 ``[num_features * batch_size + 1]``, first lookup of each bag, then ``N``.
-            per_sample_weights: factor of each lookup, ``[N]``.
+            per_sample_weights: factor of each lookup, ``[N]``, float64 if the weights are, else float32.
 
         Returns:
-            ``[batch_size, layout.total_dim]``.
+            ``[batch_size, layout.total_dim]`` of ``output_dtype``.
         """
+        return self._lookup(indices, offsets, per_sample_weights).to(self.output_dtype)
+
+    def _lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         rows = self._rows_without_gradient(per_sample_weights)
         if rows is not None or self.optimizer is None:
             return (ops if rows is None else rows).lookup(
@@ -257,6 +267,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
             per_sample_weights=per_sample_weights,
             pooling=self.pooling,
             bounds_check_mode=self.bounds_check_mode,
+            seed=self.seed,
         )
 
     @torch.no_grad()
@@ -276,12 +287,13 @@ class BatchedTTEmbeddingBags(_FlatCores):
         """Steps the fused optimizer from a gradient of `weights` that was summed elsewhere.
 
         Args:
-            grad: ``[layout.num_parameters]``.
+            grad: ``[layout.num_parameters]``, not rounded to the weights' type.
             touched: bool ``[layout.num_slices]``, slices that were looked up; needed with weight decay, and by Adam.
         """
         if self.optimizer is None:
             raise RuntimeError("no fused optimizer; give the gradient to the torch optimizer of these tables")
-        apply_gradient(self.layout, self.optimizer, self.weights.detach(), self._optimizer_state(), grad, touched)
+        state = self._optimizer_state()
+        apply_gradient(self.layout, self.optimizer, self.weights.detach(), state, grad, touched, self.seed)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the fused optimizer's learning rate for the forward passes from now on, and their backward."""
@@ -295,7 +307,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         layout = self.layout
         return (
             f"{layout.num_tables} tables, {layout.num_features} features, {layout.num_parameters:,} parameters, "
-            f"pooling={self.pooling!r}, optimizer={self.optimizer}"
+            f"pooling={self.pooling!r}, optimizer={self.optimizer}, dtype={self.weights.dtype}"
         )
 
 
@@ -314,7 +326,7 @@ class TTEmbeddingBag(_FlatCores):
         padding_idx: lookups of this row count for nothing, neither in a mean nor in a gradient.
         bounds_check_mode: what happens to a row number that the table does not have.
         device: where the weights live; on ``"meta"`` they are not initialised.
-        dtype: of the weights, float32 or float64.
+        dtype: of weights and output: float32, float64, bfloat16 or float16. Sums are float32 or float64.
 
     Attributes:
         weights: one flat parameter with all cores; the state dict has them as ``tt_core<k>``, ``k`` from 0.
@@ -416,10 +428,14 @@ class TTEmbeddingBag(_FlatCores):
             )
         offsets = self._bag_offsets(input, offsets)
         input = input.flatten()
-        weights = None if per_sample_weights is None else per_sample_weights.flatten()
+        dtype = compute_dtype(self.weights.dtype)
+        weights = None if per_sample_weights is None else per_sample_weights.flatten().to(dtype)
+        return self._pool(input, offsets, weights).to(self.weights.dtype)
+
+    def _pool(self, input: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if self.padding_idx is None:
             return self._lookup(input, offsets, weights, self.mode)
-        counted = (input != self.padding_idx).to(self.weights.dtype)
+        counted = (input != self.padding_idx).to(compute_dtype(self.weights.dtype))
         output = self._lookup(input, offsets, counted if weights is None else counted * weights, "sum")
         if self.mode == "sum":
             return output

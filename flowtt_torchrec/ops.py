@@ -7,7 +7,7 @@ compiler. A library that is missing or does not load is an error at the first op
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from flowtt_torchrec import native, reference
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, next_step, state_names
+from flowtt_torchrec.precision import WEIGHT_DTYPES, compute_dtype
 from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 
 BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
@@ -152,17 +153,18 @@ def lookup(
     """Pooled rows of all features of a batch; differentiable in ``weights`` and ``per_sample_weights``.
 
     Args:
-        weights: the cores of all tables, float32 or float64 ``[layout.num_parameters]``.
+        weights: the cores of all tables, ``[layout.num_parameters]``, float32, float64, bfloat16 or float16.
         layout: the tables and features.
         indices: as for `flow_plan`.
         offsets: as for `flow_plan`.
-        per_sample_weights: factor of each lookup, ``[N]``, of the weights' type.
+        per_sample_weights: factor of each lookup, ``[N]``, float64 if the weights are, else float32.
         pooling: ``"sum"``, or ``"mean"``: divided by the number of lookups in the bag, also when they are weighted.
         bounds_check_mode: as for `flow_plan`.
         flow: as for `flow_plan`.
 
     Returns:
-        ``[batch_size, layout.total_dim]``, the features' columns side by side; zeros for an empty bag.
+        ``[batch_size, layout.total_dim]``, the features' columns side by side; zeros for an empty bag. Float64 if the
+        weights are, else float32: what is narrower than float32 is widened when it is read.
 
     Raises:
         RuntimeError: as `flow_plan`.
@@ -184,6 +186,7 @@ def fused_lookup(
     pooling: str = "sum",
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     flow: str = "prefix",
+    seed: int = 0,
 ) -> Tensor:
     """As `lookup`, but backward steps the optimizer on ``weights`` and ``state`` in place.
 
@@ -192,6 +195,7 @@ def fused_lookup(
     Args:
         optimizer: the optimizer, with the learning rate of this step.
         state: its state, as `flowtt_torchrec.optimizers.init_state` makes it.
+        seed: of stochastic rounding, together with the number of the step.
 
     Raises:
         RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
@@ -201,23 +205,89 @@ def fused_lookup(
     if not weights.requires_grad:
         return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
     _check(weights, layout, plan, per_sample_weights)
-    missing = [name for name in state_names(optimizer.kind) if name not in state]
+    names = state_names(optimizer.kind, weights.dtype)
+    missing = [name for name in names if name not in state]
     if missing:
-        raise ValueError(f"{optimizer.kind} needs the state {missing[0]!r}; make it with optimizers.init_state")
-    kept = [state[name] if name in state_names(optimizer.kind) else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
+        raise ValueError(
+            f"{optimizer.kind} on {weights.dtype} needs the state {missing[0]!r}; make it with optimizers.init_state"
+        )
+    kept = [state[name] if name in names else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
     mode = _option("pooling", pooling, _POOLING)
-    return _FusedLookup.apply(weights, per_sample_weights, *kept, offsets, *plan, layout, optimizer, mode, _backend())
+    return _FusedLookup.apply(
+        weights, per_sample_weights, *kept, offsets, *plan, layout, optimizer, seed, mode, _backend()
+    )
+
+
+def collected_lookup(
+    trained: Tensor,
+    weights: Tensor,
+    layout: TTLayout,
+    offsets: Tensor,
+    plan: FlowPlan,
+    *,
+    collect: Callable[[Tensor], None],
+    per_sample_weights: Tensor | None = None,
+    pooling: str = "sum",
+) -> Tensor:
+    """As `pooled_lookup`, but backward hands the gradient of ``weights`` to a function, as `lookup` computes it.
+
+    A gradient that autograd keeps has the weights' type; this one is float32 for weights narrower than that.
+
+    Args:
+        trained: what the weights are made of; it gets no gradient, but there is none to collect unless it requires one.
+        weights: the cores, ``[layout.num_parameters]``.
+        layout: the tables and features.
+        offsets: as for `flow_plan`.
+        plan: the batch, grouped.
+        collect: called in backward with the gradient, ``[layout.num_parameters]``.
+        per_sample_weights: as for `lookup`.
+        pooling: as for `lookup`.
+    """
+    _check(weights, layout, plan, per_sample_weights)
+    mode = _option("pooling", pooling, _POOLING)
+    return _CollectedLookup.apply(
+        trained, per_sample_weights, weights.detach(), offsets, *plan, layout, collect, mode, _backend()
+    )
+
+
+class _CollectedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trained: Tensor, per_sample_weights: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
+        offsets, *plan, layout, ctx.collect, mode, backend = args
+        ctx.layout, ctx.mode, ctx.backend = layout, mode, backend
+        ctx.save_for_backward(weights, per_sample_weights, offsets, *plan)
+        return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        weights, per_sample_weights, offsets, *plan = ctx.saved_tensors
+        wants_weights, wants_per_sample_weights = ctx.needs_input_grad[:2]
+        grad, grad_per_sample_weights = ctx.backend.pooled_backward(
+            grad_output,
+            weights,
+            ctx.layout,
+            offsets,
+            FlowPlan(*plan),
+            per_sample_weights,
+            ctx.mode,
+            wants_per_sample_weights,
+        )
+        if wants_weights:
+            ctx.collect(grad)
+        rest = (None,) * (len(ctx.needs_input_grad) - 2)
+        return None, grad_per_sample_weights if wants_per_sample_weights else None, *rest
 
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
-        per_sample_weights, momentum1, momentum2, steps, offsets, *plan, layout, optimizer, mode, backend = args
+        per_sample_weights, momentum1, momentum2, steps, offsets, *plan, layout, optimizer, seed, mode, backend = args
         # A compiled graph guards its saved tensors itself, and cannot trace versions.
         ctx.weights, ctx.version = weights, None if torch.compiler.is_compiling() else weights._version
         ctx.momentum1, ctx.momentum2, ctx.steps = momentum1, momentum2, steps
         ctx.save_for_backward(per_sample_weights, offsets, *plan)
-        ctx.layout, ctx.optimizer, ctx.mode, ctx.backend = layout, optimizer, mode, backend
+        ctx.layout, ctx.optimizer, ctx.seed, ctx.mode, ctx.backend = layout, optimizer, seed, mode, backend
         return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
 
     @staticmethod
@@ -232,6 +302,7 @@ class _FusedLookup(torch.autograd.Function):
                 "BatchedTTEmbeddingBags, or train with optimizer=None and a torch optimizer"
             )
         wants_per_sample_weights = ctx.needs_input_grad[1]
+        step = next_step(ctx.layout, ctx.steps)
         grad_per_sample_weights = ctx.backend.pooled_backward_update(
             grad_output,
             ctx.weights,
@@ -244,7 +315,8 @@ class _FusedLookup(torch.autograd.Function):
             per_sample_weights,
             ctx.mode,
             wants_per_sample_weights,
-            next_step(ctx.layout, ctx.steps),
+            step,
+            ctx.optimizer.rounding_seed(ctx.weights.dtype, ctx.seed, step),
         )
         if ctx.steps is not None:
             ctx.steps.add_(1)
@@ -261,15 +333,16 @@ def _option(argument: str, value: str, known: Mapping[str, Any]) -> Any:
 
 
 def _check(weights: Tensor, layout: TTLayout, plan: FlowPlan, per_sample_weights: Tensor | None) -> None:
-    if weights.shape != (layout.num_parameters,) or weights.dtype not in (torch.float32, torch.float64):
+    if weights.shape != (layout.num_parameters,) or weights.dtype not in WEIGHT_DTYPES:
         raise ValueError(
-            f"weights must be float32 or float64 [{layout.num_parameters}], the cores of {layout.num_tables} tables, "
-            f"not {weights.dtype} {list(weights.shape)}"
+            f"weights must be float32, float64, bfloat16 or float16 [{layout.num_parameters}], the cores of "
+            f"{layout.num_tables} tables, not {weights.dtype} {list(weights.shape)}"
         )
     if per_sample_weights is None:
         return
-    if per_sample_weights.shape != plan.bags.shape or per_sample_weights.dtype != weights.dtype:
+    dtype = compute_dtype(weights.dtype)
+    if per_sample_weights.shape != plan.bags.shape or per_sample_weights.dtype != dtype:
         raise ValueError(
-            f"per_sample_weights must be {weights.dtype} {list(plan.bags.shape)}, one a lookup, "
+            f"per_sample_weights must be {dtype} {list(plan.bags.shape)}, one a lookup, "
             f"not {per_sample_weights.dtype} {list(per_sample_weights.shape)}"
         )

@@ -15,10 +15,14 @@ plain ``gradient``, ``t`` the number of the step, and both averages one an eleme
 
 This is ``EmbOptimType.ADAM`` of FBGEMM: torch.optim.AdamW on what was looked up. Steps are counted from 1 for a whole
 group of tables, also those in which a slice was not looked up.
+
+Cores in bfloat16 or float16 are widened, stepped in float32 and rounded; see `flowtt_torchrec.precision`. Momenta stay
+float32. Steps are counted for these cores too, since the random bits of their rounding come from the step's number.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +30,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.layout import NUM_CORES, SLICE_OFFSETS, TTLayout
+from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, is_reduced, round_weights, rounding_seed
 from flowtt_torchrec.spec import MAX_CORES
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
@@ -45,6 +50,7 @@ class OptimizerSpec:
         weight_decay: of slices that the batch looked up: an L2 penalty added to their gradient, or beside it for Adam.
         beta1: decay of Adam's average of gradients.
         beta2: decay of Adam's average of squared gradients.
+        stochastic_rounding: whether updated cores in bfloat16 or float16 are rounded stochastically, not to nearest.
 
     Raises:
         ValueError: for an unknown kind, a negative number or a decay that is not below 1.
@@ -56,6 +62,7 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
+    stochastic_rounding: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,18 +79,25 @@ class OptimizerSpec:
         """Whether a slice whose gradient is 0 is stepped differently from one that was not looked up."""
         return self.kind == ADAM or self.weight_decay > 0
 
+    def rounding_seed(self, dtype: torch.dtype, seed: int, step: int) -> int:
+        """How a step rounds cores of a type: the seed of its random bits, or `TO_NEAREST`."""
+        return rounding_seed(seed, step) if self.stochastic_rounding and is_reduced(dtype) else TO_NEAREST
 
-def state_names(kind: str) -> tuple[str, ...]:
-    """Names of the state tensors that an optimizer keeps, as TorchRec calls them."""
+
+def state_names(kind: str, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+    """Names of the state tensors that an optimizer keeps for cores of a type, as TorchRec calls them."""
     if kind == ADAM:
         return MOMENTUM1, MOMENTUM2, STEP
-    return () if kind == SGD else (MOMENTUM1,)
+    momenta = () if kind == SGD else (MOMENTUM1,)
+    return (*momenta, STEP) if is_reduced(dtype) else momenta
 
 
 def init_state(
     layout: TTLayout, kind: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
     """State of an optimizer before its first step: zeros, one an element, or one a slice for row-wise Adagrad.
+
+    ``dtype`` is that of the cores; for narrower ones than float32 the state is float32.
 
     ``"step"``, the number of steps made so far, is int64 ``[num_tables]`` and always on the CPU, where it is read. All
     tables have the same; each has its own so that a state dict says so for every table.
@@ -92,8 +106,8 @@ def init_state(
     return {
         name: torch.zeros(layout.num_tables, dtype=torch.int64, device="cpu")
         if name == STEP
-        else torch.zeros(size, dtype=dtype, device=device)
-        for name in state_names(kind)
+        else torch.zeros(size, dtype=compute_dtype(dtype), device=device)
+        for name in state_names(kind, dtype)
     }
 
 
@@ -146,19 +160,22 @@ def apply_gradient(
     state: Mapping[str, Tensor],
     grad: Tensor,
     touched: Tensor | None = None,
+    seed: int = 0,
 ) -> None:
     """One step from a gradient that is already summed, for cores that several ranks hold. In place.
 
-    The same step as that of a fused lookup. Equal arguments give equal bits, so replicas stay equal.
+    The same step as that of a fused lookup, but for the random bits of rounding: these depend on a table's name and not
+    on where it lies in the weights. Equal arguments give equal bits, so replicas stay equal.
 
     Args:
         layout: the tables.
         optimizer: the optimizer, with the learning rate of this step.
         weights: the cores of all tables, ``[layout.num_parameters]``.
         state: as `init_state` makes it.
-        grad: gradient of ``weights``, zero on slices that no batch looked up.
+        grad: gradient of ``weights``, not rounded to their type, zero on slices that no batch looked up.
         touched: bool ``[layout.num_slices]``, slices that some batch looked up; read by Adam, and where there is
             weight decay.
+        seed: of stochastic rounding.
 
     Raises:
         ValueError: for weight decay or Adam without ``touched``.
@@ -168,10 +185,32 @@ def apply_gradient(
             f"{'Adam' if optimizer.kind == ADAM else 'weight decay'} changes touched slices only, so it must be known "
             "which those are"
         )
+    step = next_step(layout, state.get(STEP))
+    changed = weights.to(compute_dtype(weights.dtype))
+    _step(layout, optimizer, step, changed, state, grad, touched)
+    if STEP in state:
+        state[STEP].add_(1)
+    if changed is weights:
+        return
+    sizes = [spec.num_parameters for spec in layout.specs]
+    for name, stored, values in zip(layout.names, weights.split(sizes), changed.split(sizes)):
+        table_seed = optimizer.rounding_seed(weights.dtype, seed + zlib.crc32(name.encode()), step)
+        elements = torch.arange(stored.numel(), device=stored.device)
+        stored.copy_(round_weights(values, weights.dtype, table_seed, elements))
+
+
+def _step(
+    layout: TTLayout,
+    optimizer: OptimizerSpec,
+    step: int,
+    weights: Tensor,
+    state: Mapping[str, Tensor],
+    grad: Tensor,
+    touched: Tensor | None,
+) -> None:
     if optimizer.kind == ADAM:
         assert touched is not None
-        _adam_step(optimizer, next_step(layout, state[STEP]), weights, state, grad, _spread(layout, touched))
-        state[STEP].add_(1)
+        _adam_step(optimizer, step, weights, state, grad, _spread(layout, touched))
         return
     if optimizer.weight_decay:
         assert touched is not None

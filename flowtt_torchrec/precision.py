@@ -14,6 +14,8 @@ from torch import Tensor
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TO_NEAREST = -1  # in the place of a rounding seed
 
+_REDUCED = (torch.bfloat16, torch.float16)
+_SEEDS = 1 << 24  # different ones: as many as have their own elements 0 to 2^40
 _MASK_32 = (1 << 32) - 1
 
 
@@ -29,11 +31,26 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_reduced(dtype: torch.dtype) -> bool:
+    """Whether cores of a type are narrower than what is computed with."""
+    return dtype in _REDUCED
+
+
+def rounding_seed(seed: int, step: int) -> int:
+    """The seed of one step.
+
+    Args:
+        seed: of the module.
+        step: number of the step; the seeds of 2^24 steps differ.
+    """
+    return (seed * 0x9E3779 % _SEEDS + step) % _SEEDS
+
+
 def random_bits(seed: int, elements: Tensor) -> Tensor:
     """32 random bits for each element: the upper half of splitmix64(seed * 2^40 + element).
 
     Args:
-        seed: changes all bits.
+        seed: changes all bits; its lowest 24 bits count.
         elements: int64 places in the flat weights, of any shape.
 
     Returns:
@@ -76,7 +93,7 @@ def round_weights(values: Tensor, dtype: torch.dtype, seed: int, elements: Tenso
         seed: see `random_bits`; `TO_NEAREST` rounds to nearest.
         elements: int64 places in the flat weights, shaped as ``values``.
     """
-    if seed == TO_NEAREST or dtype not in (torch.bfloat16, torch.float16):
+    if seed == TO_NEAREST or not is_reduced(dtype):
         return values.to(dtype)
     return round_stochastically(values, dtype, random_bits(seed, elements))
 

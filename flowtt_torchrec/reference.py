@@ -1,9 +1,9 @@
 """Every op in plain PyTorch: the definition that compiled kernels are held to.
 
-Works on any device and in any floating-point type. A batch is grouped by the *flow plan*: lookups are sorted by key
-(see `flowtt_torchrec.layout`), equal rows are taken together, and rows that share a prefix (all digits but the last)
-form a *flow*, whose prefix product is computed once. Gathers are ``index_select``, whose gradient, unlike that of
-indexing, is summed in a fixed order on the CPU.
+Works on any device and for weights of any type in `flowtt_torchrec.precision`. A batch is grouped by the *flow plan*:
+lookups are sorted by key (see `flowtt_torchrec.layout`), equal rows are taken together, and rows that share a prefix
+(all digits but the last) form a *flow*, whose prefix product is computed once. Gathers are ``index_select``, whose
+gradient, unlike that of indexing, is summed in a fixed order on the CPU.
 
 The functions take the same arguments and return the same values as those of `flowtt_torchrec.native`.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
 from flowtt_torchrec.optimizers import ADAGRAD, ADAM, SGD, OptimizerSpec
+from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights
 
 
 class BoundsCheckMode(IntEnum):
@@ -114,6 +115,8 @@ def pooled_forward(
 ) -> Tensor:
     """Pooled rows ``[batch_size, total_dim]``; differentiable in ``weights`` and ``per_sample_weights``.
 
+    All but the weights has the type that `flowtt_torchrec.precision.compute_dtype` gives for them.
+
     Args:
         weights: the cores of all tables, ``[num_parameters]``.
         layout: the tables and features.
@@ -122,6 +125,7 @@ def pooled_forward(
         per_sample_weights: factor of each lookup, ``[N]``.
         pooling_mode: how the rows of a bag become one.
     """
+    weights = weights.to(compute_dtype(weights.dtype))
     distinct, flows = plan.counts[:2].tolist()
     row_starts, flow_starts = plan.row_starts[: distinct + 1].long(), plan.flow_starts[: flows + 1].long()
     row_of_lookup = torch.empty_like(plan.lookups, dtype=torch.int64)
@@ -164,11 +168,11 @@ def pooled_backward(
     """Gradients of `pooled_forward`, by autograd.
 
     Returns:
-        The gradients of ``weights``, ``[num_parameters]``, and of ``per_sample_weights``, ``[N]``, or ``[0]`` where not
-        asked for.
+        The gradients of ``weights``, ``[num_parameters]`` and not rounded to their type, and of
+        ``per_sample_weights``, ``[N]``, or ``[0]`` where not asked for.
     """
     with torch.enable_grad():
-        weights = weights.detach().requires_grad_()
+        weights = weights.detach().to(compute_dtype(weights.dtype)).requires_grad_()
         inputs = [weights]
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.detach().requires_grad_(per_sample_weights_grad)
@@ -193,6 +197,7 @@ def pooled_backward_update(
     pooling_mode: PoolingMode = PoolingMode.SUM,
     per_sample_weights_grad: bool = False,
     step: int = 0,
+    rounding_seed: int = TO_NEAREST,
 ) -> Tensor:
     """`pooled_backward`, then one step of a fused optimizer on ``weights`` and both momenta in place.
 
@@ -201,6 +206,7 @@ def pooled_backward_update(
         momentum2: the average of squared gradients, for Adam only.
         optimizer: see `flowtt_torchrec.optimizers` for the formulas.
         step: number of this step, from 1; read by Adam.
+        rounding_seed: how what is narrower than float32 is rounded; see `flowtt_torchrec.precision.round_weights`.
 
     Returns:
         The gradient of ``per_sample_weights``, taken before the step, or ``[0]`` where not asked for.
@@ -209,10 +215,12 @@ def pooled_backward_update(
         grad_output, weights, layout, offsets, plan, per_sample_weights, pooling_mode, per_sample_weights_grad
     )
     row_tables, row_digits = layout.split_keys(plan.row_keys[: int(plan.counts[0])])
+    elements = layout.core_views(torch.arange(weights.numel(), device=weights.device))
     for table, spec in enumerate(layout.specs):
         for k in range(spec.num_cores):
             touched = row_digits[row_tables == table, k].unique()
             core, grad = layout.core_views(weights)[table][k], layout.core_views(flat_grad)[table][k][touched]
+            slices = core[touched].to(grad.dtype)
             if optimizer.kind == ADAM:
                 assert momentum1 is not None
                 assert momentum2 is not None
@@ -220,12 +228,12 @@ def pooled_backward_update(
                 m[touched] = optimizer.beta1 * m[touched] + (1 - optimizer.beta1) * grad
                 v[touched] = optimizer.beta2 * v[touched] + (1 - optimizer.beta2) * grad.square()
                 root = (v[touched] / (1 - optimizer.beta2**step)).sqrt() + optimizer.eps
-                change = m[touched] / (1 - optimizer.beta1**step) / root + optimizer.weight_decay * core[touched]
+                change = m[touched] / (1 - optimizer.beta1**step) / root + optimizer.weight_decay * slices
             elif optimizer.kind == SGD:
-                change = grad + optimizer.weight_decay * core[touched]
+                change = grad + optimizer.weight_decay * slices
             else:
                 assert momentum1 is not None
-                grad = grad + optimizer.weight_decay * core[touched]
+                grad = grad + optimizer.weight_decay * slices
                 if optimizer.kind == ADAGRAD:
                     m, square = layout.core_views(momentum1)[table][k], grad.square()
                 else:
@@ -233,7 +241,8 @@ def pooled_backward_update(
                 m[touched] += square
                 root = m[touched].sqrt() + optimizer.eps
                 change = grad / root.view(-1, *grad.shape[1:] if optimizer.kind == ADAGRAD else (1, 1, 1))
-            core[touched] -= optimizer.learning_rate * change
+            slices = slices - optimizer.learning_rate * change
+            core[touched] = round_weights(slices, core.dtype, rounding_seed, elements[table][k][touched])
     return grad_per_sample_weights
 
 

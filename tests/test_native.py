@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tt_samples import (
     BACKENDS,
+    INSTRUCTIONS,
     assert_near,
+    choose_instructions,
     groups,
     layout_of,
     mixed_layout,
@@ -81,16 +83,11 @@ def forward_backward_and_step(layout, indices, offsets, dtype, flow, kind="rowwi
     return [output.detach(), grad, weights.detach(), *state.values()]
 
 
-@pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_any_instruction_set(large_batch, instructions, monkeypatch):
     (layout, indices, offsets), expected = large_batch
-    monkeypatch.setenv("FLOWTT_CPU_ISA", instructions)
+    choose_instructions(instructions, monkeypatch)
     with ops.use_backend("native"):
-        try:
-            torch.ops.flowtt.cpu_isa()
-        except RuntimeError as error:
-            pytest.skip(str(error))
-        assert torch.ops.flowtt.cpu_isa() == instructions
         for value, right in zip(forward_backward_and_step(layout, indices, offsets, torch.float32, "prefix"), expected):
             assert_near(value, right, 2e-5)
     layout = mixed_layout()
@@ -146,7 +143,23 @@ def opcheck_arguments():
     ]
     backward = [(grad_output, weights, *described, f, 1, f is not None) for f in (None, factors)]
     update = [
-        (grad_output, weights.clone(), *momenta, *described, f, 0, f is not None, number, 0.1, 1e-8, 0.01, 0.9, 0.99, 2)
+        (
+            grad_output,
+            weights.clone(),
+            *momenta,
+            *described,
+            f,
+            0,
+            f is not None,
+            number,
+            0.1,
+            1e-8,
+            0.01,
+            0.9,
+            0.99,
+            2,
+            -1,
+        )
         for number, momenta, f in (
             (0, (None, None), None),
             (1, (torch.zeros(layout.num_parameters), None), factors),

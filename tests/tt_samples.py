@@ -18,6 +18,7 @@ from flowtt_torchrec.spec import TTSpec
 
 BACKENDS = ("reference", "native")
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+INSTRUCTIONS = ("baseline", "avx2", "avx512", "amx")
 # And the CUDA kernels, on an emulator and on a GPU; they have no float64: see `dtype_of`.
 CUDA_EMULATED, CUDA = "cuda-emulated", "cuda"
 every_backend = pytest.mark.parametrize(
@@ -40,6 +41,15 @@ SPECS = {
 def dtype_of(backend: str) -> torch.dtype:
     """The most exact type that a backend has."""
     return torch.float32 if backend in (CUDA_EMULATED, CUDA) else torch.float64
+
+
+def choose_instructions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the CPU kernels for an instruction set run; skips the test where this machine has it not."""
+    monkeypatch.setenv("FLOWTT_CPU_ISA", name)
+    try:
+        assert torch.ops.flowtt.cpu_isa() == name
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class FlowGradients {
         geometry_(table_, kernels.rank_multiple),
         shape_(geometry_.row_shape()),
         row_kernels_(kernels.rows(shape_)),
-        block_(geometry_.flows_of_rows(kBlockRows)),
-        product_block_(geometry_.flows_of_rows(kProductRows)),
+        product_block_(flows_at_once(lookup.weights, geometry_)),
+        block_(lookup.weights.tiles(geometry_) != nullptr ? product_block_ : geometry_.flows_of_rows(kBlockRows)),
         outer_(table_, geometry_),
         last_is_far_(
             is_far(table_.p[table_.last()] * outer_[OuterCores::kLast].stride() * static_cast<int64_t>(sizeof(T)))),
@@ -64,12 +64,21 @@ class FlowGradients {
         row_gradients_(arena->take<T>(kRowBlock * geometry_.dim)),
         grad_owner_(arena->take<T>(geometry_.owner_size())),
         owner_slice_(arena->take<T>(table_.slice_size(table_.owner()))) {
-    if (!geometry_.two_cores) {
+    if (products_.tiles() != nullptr) {
+      constexpr int64_t kRows = TileKernels<T>::kRows;
+      grad_c_ = arena->take<T>(kRows * geometry_.owner_columns);
+      grad_left_ = arena->take<T>(kRows * geometry_.left_rank);
+      packed_transposed_ = arena->take<uint32_t>(geometry_.owner_columns / 2 * geometry_.left_rank);
+      tile_scratch_ = arena->take<uint32_t>(std::max(geometry_.owner_columns / 2, kRows) * geometry_.left_rank);
+    } else if (!geometry_.two_cores) {
       grad_c_ = arena->take<T>(block_ * geometry_.c_size());
       grad_left_ = arena->take<T>(block_ * geometry_.left_rows * geometry_.left_rank_padded);
       const int64_t size = geometry_.owner_columns * geometry_.left_rank_padded;
       owner_transposed_ = arena->take<T>(size);
       std::fill_n(owner_transposed_, size, T(0));  // padding stays 0
+    }
+    if (lookup.weights.narrow()) {
+      widened_ = arena->take<T>(kRowBlock * table_.slice_size(table_.last()));
     }
     if (rows.wants_factors()) {
       made_rows_ = arena->take<T>(kRowBlock * geometry_.dim);
@@ -122,6 +131,11 @@ class FlowGradients {
   void start_owner(int64_t key, int64_t flows, int64_t next_key) {
     products_.set_owner(key, flows, next_key);
     if (geometry_.two_cores) return;
+    if (const TileKernels<T>* tiles = products_.tiles()) {
+      tiles->pack_transposed(geometry_.left_rank, geometry_.owner_columns, products_.narrow_owner(), packed_transposed_,
+                             tile_scratch_);
+      return;
+    }
     kernels_.transpose(geometry_.left_rank, geometry_.owner_columns, products_.owner(), geometry_.owner_columns,
                        owner_transposed_, geometry_.left_rank_padded);
   }
@@ -139,10 +153,15 @@ class FlowGradients {
       take_rows(flow + i, products_.c(i % product_block_), grad_c_ + i * g.c_size(), false);
     }
     const int64_t rows = n * g.left_rows;
-    kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_, g.owner_columns, 1, owner_transposed_,
-                  g.left_rank_padded, grad_left_, g.left_rank_padded, false);
-    kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_, g.owner_columns,
-                  grad_owner_, g.owner_columns, accumulate);
+    if (const TileKernels<T>* tiles = products_.tiles()) {
+      tiles->backward(rows, g.left_rank, products_.left_pitch(), g.owner_columns, products_.narrow_left(),
+                      packed_transposed_, grad_c_, grad_left_, grad_owner_, accumulate, tile_scratch_);
+    } else {
+      kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_, g.owner_columns, 1, owner_transposed_,
+                    g.left_rank_padded, grad_left_, g.left_rank_padded, false);
+      kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_, g.owner_columns,
+                    grad_owner_, g.owner_columns, accumulate);
+    }
     for (int64_t i = 0; i < n; ++i) {
       take_left(key_of(flow + i), grad_left_ + i * g.left_rows * g.left_rank_padded);
     }
@@ -150,7 +169,7 @@ class FlowGradients {
 
   // All rows of a flow: gradients of the last core, and of C to `grad_c`.
   void take_rows(int64_t flow, const T* c, T* grad_c, bool accumulate) {
-    const T* last_core = lookup_.weights + table_.core_offset[table_.last()];
+    const int64_t last_core = table_.core_offset[table_.last()], last_size = table_.slice_size(table_.last());
     const OuterCore& core = outer_[OuterCores::kLast];
     const int64_t end = plan_.flow_starts[flow + 1];
     for (int64_t row = plan_.flow_starts[flow]; row < end; row += kRowBlock) {
@@ -163,11 +182,13 @@ class FlowGradients {
       bool touched[kRowBlock];
       for (int64_t i = 0; i < n; ++i) {
         const int64_t digit = table_.digit(plan_.row_keys[row + i], table_.last());
-        last[i] = last_core + digit * table_.slice_size(table_.last());
         const auto found = touched_[OuterCores::kLast].touch(digit);
         gradients[i] = found.data;
         touched[i] = found.touched;
         T* copy = found.data + core.gradient_size();
+        if (rows_.wants_factors() || !found.touched) {
+          last[i] = lookup_.weights.read(last_core + digit * last_size, last_size, widened_ + i * last_size);
+        }
         if (!found.touched) copy_last(last[i], copy);
         copies[i] = copy;
         g[i] = rows_.of_row(segment_.table, row + i, row_gradients_ + i * geometry_.dim);
@@ -242,20 +263,23 @@ class FlowGradients {
   const Geometry geometry_;
   const RowShape shape_;
   const RowKernels<T> row_kernels_;
-  const int64_t block_;          // flows taken together
   const int64_t product_block_;  // flows whose prefix products are made at once
+  const int64_t block_;          // flows taken together
   const OuterCores outer_;
   const bool last_is_far_;
   PrefixProducts<T> products_;
   OuterGradients<T> touched_;
-  T* row_gradients_;               // [kRowBlock, dim]
-  T* grad_c_ = nullptr;            // [block, m, rank_padded]
-  T* grad_left_ = nullptr;         // [block, left_rows, left_rank_padded]
-  T* owner_transposed_ = nullptr;  // [owner_columns, left_rank_padded]
-  T* grad_owner_;                  // [left_rank, owner_columns]
-  T* owner_slice_;                 // grad_owner_ without padding
-  T* made_rows_ = nullptr;         // [kRowBlock, dim]
-  T* scratch_ = nullptr;           // of the row kernels
+  T* row_gradients_;                       // [kRowBlock, dim]
+  T* grad_c_ = nullptr;                    // [block, m, rank_padded]
+  T* grad_left_ = nullptr;                 // [block, left_rows, left_rank_padded]
+  T* owner_transposed_ = nullptr;          // [owner_columns, left_rank_padded]
+  T* grad_owner_;                          // [left_rank, owner_columns]
+  T* owner_slice_;                         // grad_owner_ without padding
+  T* made_rows_ = nullptr;                 // [kRowBlock, dim]
+  T* scratch_ = nullptr;                   // of the row kernels
+  T* widened_ = nullptr;                   // [kRowBlock] slices of the last core
+  uint32_t* packed_transposed_ = nullptr;  // the owner slice for tiles
+  uint32_t* tile_scratch_ = nullptr;
 };
 
 }  // namespace flowtt::cpu

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/kernels.h"
+#include "cpu/weights.h"
 #include "flowtt/table.h"
 
 namespace flowtt::cpu {
@@ -16,9 +17,10 @@ class GradientSink {
   // Writes gradients to `grad_weights` [num_parameters].
   explicit GradientSink(T* grad_weights) : grad_weights_(grad_weights) {}
 
-  // Updates `weights` [num_parameters]. Momenta that the optimizer has are [num_parameters], but [num_slices] for
-  // row-wise Adagrad; others are null.
-  GradientSink(const Kernels<T>& kernels, const UpdateRule<T>& rule, T* weights, T* momentum1, T* momentum2)
+  // Updates `weights` [num_parameters]; what is stored in 16 bits is rounded as NarrowKernels say. Momenta that the
+  // optimizer has are [num_parameters], but [num_slices] for row-wise Adagrad; others are null.
+  GradientSink(const Kernels<T>& kernels, const UpdateRule<T>& rule, const MutableWeights<T>& weights, T* momentum1,
+               T* momentum2)
       : kernels_(&kernels), rule_(rule), weights_(weights), momentum1_(momentum1), momentum2_(momentum2) {}
 
   // `gradient` is [r_{k-1}, q_k, r_k] as the slice itself.
@@ -31,7 +33,9 @@ class GradientSink {
     }
     const bool row_wise = rule_.kind == UpdateRule<T>::kRowwiseAdagrad;
     const int64_t of_momentum1 = row_wise ? table.slice_offset[core] + slice : at;
-    kernels_->update(rule_, size, gradient, weights_ + at, offset(momentum1_, of_momentum1), offset(momentum2_, at));
+    weights_.change(at, size, [&](T* w) {
+      kernels_->update(rule_, size, gradient, w, offset(momentum1_, of_momentum1), offset(momentum2_, at));
+    });
   }
 
  private:
@@ -40,7 +44,7 @@ class GradientSink {
   T* grad_weights_ = nullptr;
   const Kernels<T>* kernels_ = nullptr;
   UpdateRule<T> rule_{};
-  T* weights_ = nullptr;
+  MutableWeights<T> weights_;
   T* momentum1_ = nullptr;
   T* momentum2_ = nullptr;
 };

@@ -1,5 +1,11 @@
 #include "cpu/isa.h"
 
+#if FLOWTT_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -12,6 +18,9 @@ extern const Kernels<double> kBaselineDouble;
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
 #endif
+#if FLOWTT_AMX
+extern const InstructionSet kAmx;
+#endif
 
 namespace {
 
@@ -20,15 +29,35 @@ struct Choice {
   bool (*supported)();
 };
 
+#if FLOWTT_X86
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") &&
+         __builtin_cpu_supports("fma");
+}
+#endif
+
+#if FLOWTT_AMX
+// Asks the system, once, to let this process use tile registers.
+bool has_amx() {
+  static const bool granted = [] {
+    unsigned a, b, c, d = 0;
+    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kBfloat16) != 0 && (d & kTiles) != 0 &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return granted && has_avx512();
+}
+#endif
+
 // Best first. Each test covers every flag that setup.py compiles the file with.
 const Choice kChoices[] = {
+#if FLOWTT_AMX
+    {&kAmx, has_amx},
+#endif
 #if FLOWTT_X86
-    {&kAvx512,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-     }},
+    {&kAvx512, has_avx512},
     {&kAvx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {&kBaseline, [] { return true; }},

@@ -7,6 +7,13 @@
 
 #include <cstdint>
 
+// Whether there are kernels for tile registers: the compiler must know them, and the system must be asked for them.
+#if FLOWTT_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define FLOWTT_AMX 1
+#else
+#define FLOWTT_AMX 0
+#endif
+
 namespace flowtt::cpu {
 
 // How the row number of one table becomes a key. Digits are in `p`'s radix, the last one least significant.
@@ -90,10 +97,47 @@ struct Kernels {
   void (*update)(const UpdateRule<T>& rule, int64_t n, const T* g, T* w, T* momentum1, T* momentum2);
 };
 
+// Cores stored in 16 bits, as bfloat16 or float16.
+template <class T>
+struct NarrowKernels {
+  void (*widen)(int64_t n, const uint16_t* from, T* to);
+
+  // Rounds to nearest if `rounding_seed` is negative, else stochastically as flowtt/rounding.h, for the elements of the
+  // weights from `first_element` on.
+  void (*narrow)(int64_t n, const T* from, int64_t rounding_seed, int64_t first_element, uint16_t* to);
+};
+
+// Products of tables of three cores in bfloat16, as matrices of 32 rows, on tile registers. `left` is [32, left_pitch],
+// of which left_rank columns count and the others are zeros; the owner slice is [left_rank, columns].
+template <class T>
+struct TileKernels {
+  static constexpr int64_t kRows = 32;
+
+  bool (*fits)(int64_t left_rank, int64_t columns);
+
+  // Brings an owner slice into the form that `multiply` reads, [left_rank / 2, columns], and into that of `backward`,
+  // [columns / 2, left_rank]; `scratch` is as large.
+  void (*pack)(int64_t left_rank, int64_t columns, const uint16_t* slice, uint32_t* packed);
+  void (*pack_transposed)(int64_t left_rank, int64_t columns, const uint16_t* slice, uint32_t* packed,
+                          uint32_t* scratch);
+
+  // c = left * slice, for the first `rows` rows and some more. `packed` has left_pitch / 2 rows.
+  void (*multiply)(int64_t rows, int64_t left_pitch, int64_t columns, const uint16_t* left, const uint32_t* packed,
+                   T* c);
+
+  // grad_left [32, left_rank] = grad_c * slice^T;  grad_owner [left_rank, columns] (+)= left^T * grad_c. `grad_c`
+  // [32, columns] is cleared from row `rows` on. `scratch` is [32 * left_rank].
+  void (*backward)(int64_t rows, int64_t left_rank, int64_t left_pitch, int64_t columns, const uint16_t* left,
+                   const uint32_t* packed_transposed, T* grad_c, T* grad_left, T* grad_owner, bool accumulate,
+                   uint32_t* scratch);
+};
+
 struct InstructionSet {
   const char* name;
   KeyKernels keys;
   Kernels<float> f32;
+  NarrowKernels<float> bfloat16, float16;
+  const TileKernels<float>* tiles;  // null where there are none
 };
 
 }  // namespace flowtt::cpu

@@ -1,6 +1,7 @@
 #include <immintrin.h>
 
 #include "cpu/kernels.h"
+#include "flowtt/rounding.h"
 
 namespace flowtt::cpu {
 namespace {
@@ -28,6 +29,7 @@ inline __attribute__((always_inline)) __m256 load_pieces(const float* p, int64_t
 }  // namespace
 
 extern const InstructionSet kAvx2;
-const InstructionSet kAvx2 = {"avx2", kKeyKernels, kKernels<float>};
+const InstructionSet kAvx2 = {"avx2", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>,
+                              nullptr};
 
 }  // namespace flowtt::cpu

@@ -1,6 +1,7 @@
 #include <immintrin.h>
 
 #include "cpu/kernels.h"
+#include "flowtt/rounding.h"
 
 namespace flowtt::cpu {
 namespace {
@@ -32,10 +33,19 @@ inline __attribute__((always_inline)) __m512 load_pieces(const float* p, int64_t
 }
 
 #include "cpu/kernels.inc"
+#if FLOWTT_AMX
+#include "cpu/tiles.inc"
+#endif
 
 }  // namespace
 
 extern const InstructionSet kAvx512;
-const InstructionSet kAvx512 = {"avx512", kKeyKernels, kKernels<float>};
+const InstructionSet kAvx512 = {
+    "avx512", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, nullptr};
+#if FLOWTT_AMX
+extern const InstructionSet kAmx;
+const InstructionSet kAmx = {
+    "amx", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, &kTileKernels};
+#endif
 
 }  // namespace flowtt::cpu

@@ -1,4 +1,5 @@
 #include "cpu/kernels.h"
+#include "flowtt/rounding.h"
 
 namespace flowtt::cpu {
 namespace {
@@ -10,7 +11,8 @@ constexpr int kRegisters = 16;
 }  // namespace
 
 extern const InstructionSet kBaseline;
-const InstructionSet kBaseline = {"baseline", kKeyKernels, kKernels<float>};
+const InstructionSet kBaseline = {
+    "baseline", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, nullptr};
 
 extern const Kernels<double> kBaselineDouble;
 const Kernels<double> kBaselineDouble = kKernels<double>;

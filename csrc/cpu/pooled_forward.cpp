@@ -169,15 +169,17 @@ class Forward {
     const Geometry geometry(table, kernels_.rank_multiple);
     const RowShape shape = geometry.row_shape();
     const RowKernels<T> row_kernels = kernels_.rows(shape);
-    const T* last_core = lookup_.weights + table.core_offset[table.last()];
+    const Weights<T>& weights = lookup_.weights;
+    const int64_t last_core = table.core_offset[table.last()];
     const int64_t last_size = table.slice_size(table.last());
-    const bool last_is_far = is_far(table.p[table.last()] * last_size * static_cast<int64_t>(sizeof(T)));
+    const bool last_is_far = is_far(table.p[table.last()] * last_size * weights.element_size());
     const int64_t last_mask = table.digit_mask[table.last()];
     const auto last_slice = [=](int64_t key) { return last_core + (key & last_mask) * last_size; };
-    const int64_t block = geometry.flows_of_rows(kProductRows);
-    PrefixProducts<T> products(kernels_, arena, lookup_.weights, table, geometry, block, block);
+    const int64_t block = flows_at_once(weights, geometry);
+    PrefixProducts<T> products(kernels_, arena, weights, table, geometry, block, block);
     T* spare = arena->take<T>(kRowBlock * geometry.dim);
     T* scratch = arena->take<T>(geometry.scratch_size());
+    T* widened = weights.narrow() ? arena->take<T>(kRowBlock * last_size) : nullptr;
 
     const int64_t last_row = plan.flow_starts[end];
     const auto key_of = [&](int64_t flow) { return plan.row_keys[plan.flow_starts[flow]]; };
@@ -195,13 +197,13 @@ class Forward {
         for (int64_t row = plan.flow_starts[flow + i]; row < row_end; row += kRowBlock) {
           const int64_t count = std::min(kRowBlock, row_end - row);
           for (const int64_t ahead = std::min(row + count + kPrefetch, last_row); prefetched < ahead; ++prefetched) {
-            if (last_is_far) prefetch(last_slice(plan.row_keys[prefetched]), last_size);
+            if (last_is_far) weights.prefetch(last_slice(plan.row_keys[prefetched]), last_size);
             sink.prefetch_row(prefetched);
           }
           const T* last[kRowBlock];
           T* out[kRowBlock];
           for (int64_t j = 0; j < count; ++j) {
-            last[j] = last_slice(plan.row_keys[row + j]);
+            last[j] = weights.read(last_slice(plan.row_keys[row + j]), last_size, widened + j * last_size);
             out[j] = sink.place(row + j, spare + j * geometry.dim);
           }
           row_kernels.forward(shape, products.c(i), count, last, out, scratch);

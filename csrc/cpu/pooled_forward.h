@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/executor.h"
+#include "cpu/weights.h"
 #include "flowtt/batch.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
@@ -17,7 +18,7 @@ struct Lookup {
   const std::vector<Table>& tables;
   const Batch& batch;
   FlowPlan plan;
-  const T* weights;             // [num_parameters] the cores of all tables
+  Weights<T> weights;           // [num_parameters] the cores of all tables
   const T* per_sample_weights;  // [num_lookups] factor of each lookup, or null for 1
   PoolingMode pooling_mode;
   int64_t total_dim;

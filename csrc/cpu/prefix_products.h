@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/buffer.h"
 #include "cpu/geometry.h"
 #include "cpu/kernels.h"
-#include "cpu/prefetch.h"
+#include "cpu/weights.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
 
@@ -18,35 +17,61 @@ namespace flowtt::cpu {
 // that the products are still in the first-level cache when their flows' rows are made.
 constexpr int64_t kProductRows = 12;
 
+// How many flows' products are made at once.
+template <class T>
+int64_t flows_at_once(const Weights<T>& weights, const Geometry& geometry) {
+  if (weights.tiles(geometry) != nullptr) return TileKernels<T>::kRows / geometry.left_rows;
+  return geometry.flows_of_rows(kProductRows);
+}
+
 // Makes `left` of up to `left_capacity` flows, and C of up to `c_capacity` of them at a time; see Geometry for what
 // they are.
 template <class T>
 class PrefixProducts {
  public:
-  PrefixProducts(const Kernels<T>& kernels, Arena* arena, const T* weights, const Table& table,
+  PrefixProducts(const Kernels<T>& kernels, Arena* arena, const Weights<T>& weights, const Table& table,
                  const Geometry& geometry, int64_t left_capacity, int64_t c_capacity)
-      : kernels_(kernels),
-        table_(table),
-        geometry_(geometry),
-        owner_core_(weights + table.core_offset[table.owner()]),
-        first_core_(weights + table.core_offset[0]),
-        second_core_(weights + table.core_offset[1]),
-        left_(arena->take<T>(geometry.two_cores ? 0 : left_capacity * geometry.left_size())),
-        c_(arena->take<T>(geometry.two_cores ? 0 : c_capacity * geometry.c_size())),
-        packed_(geometry.rank == geometry.rank_padded ? nullptr : arena->take<T>(geometry.owner_size())) {}
+      : kernels_(kernels), weights_(weights), table_(table), geometry_(geometry), tiles_(weights.tiles(geometry)) {
+    if (tiles_ != nullptr) {
+      constexpr int64_t kRows = TileKernels<T>::kRows;
+      left_pitch_ = (geometry.left_rank + 31) / 32 * 32;
+      narrow_left_ = arena->take<uint16_t>(kRows * left_pitch_);
+      std::fill_n(narrow_left_, kRows * left_pitch_, uint16_t{0});
+      packed_pairs_ = arena->take<uint32_t>(left_pitch_ / 2 * geometry.owner_columns);
+      std::fill_n(packed_pairs_, left_pitch_ / 2 * geometry.owner_columns, 0u);
+      c_ = arena->take<T>(kRows * geometry.owner_columns);
+      return;
+    }
+    left_ = arena->take<T>(geometry.two_cores ? 0 : left_capacity * geometry.left_size());
+    c_ = arena->take<T>(geometry.two_cores ? 0 : c_capacity * geometry.c_size());
+    if (weights.narrow() || geometry.rank != geometry.rank_padded) packed_ = arena->take<T>(geometry.owner_size());
+    if (weights.narrow() && geometry.four_cores) {
+      first_ = arena->take<T>(table.slice_size(0));
+      second_ = arena->take<T>(table.slice_size(1));
+    }
+  }
 
   // Makes the owner slice of `key` current, for `flows` flows; that of `next_key` will follow, or none if it is
   // negative.
   void set_owner(int64_t key, int64_t flows, int64_t next_key) {
-    owner_ = slice_of(key);
-    next_owner_ = next_key < 0 ? nullptr : slice_of(next_key);
+    const int64_t at = slice_of(key, table_.owner()), size = table_.slice_size(table_.owner());
+    next_owner_ = next_key < 0 ? -1 : slice_of(next_key, table_.owner());
     next_fetched_ = 0;
-    next_piece_ = (table_.slice_size(table_.owner()) / flows / kLine + 1) * kLine;
-    if (packed_ == nullptr) return;
+    const int64_t line = 64 / weights_.element_size();
+    next_piece_ = (size / flows / line + 1) * line;
+    if (tiles_ != nullptr) {
+      narrow_owner_ = weights_.narrow_data() + at;
+      tiles_->pack(geometry_.left_rank, geometry_.owner_columns, narrow_owner_, packed_pairs_);
+      return;
+    }
     const int64_t r = geometry_.rank, padded = geometry_.rank_padded;
+    if (r == padded) {
+      owner_ = weights_.read(at, size, packed_);
+      return;
+    }
     for (int64_t i = 0; i < geometry_.left_rank * geometry_.owner_q; ++i) {
-      std::memcpy(packed_ + i * padded, owner_ + i * r, r * sizeof(T));
-      std::memset(packed_ + i * padded + r, 0, (padded - r) * sizeof(T));
+      weights_.copy(at + i * r, r, packed_ + i * padded);
+      std::fill_n(packed_ + i * padded + r, padded - r, T(0));
     }
     owner_ = packed_;
   }
@@ -55,58 +80,79 @@ class PrefixProducts {
   void set_left(int64_t i, int64_t key) {
     fetch_next_owner();
     if (geometry_.two_cores) return;
+    if (tiles_ != nullptr) {
+      const uint16_t* from = weights_.narrow_data() + slice_of(key, 0);
+      for (int64_t row = 0; row < geometry_.left_rows; ++row) {
+        std::copy_n(from + row * geometry_.left_rank, geometry_.left_rank,
+                    narrow_left_ + (i * geometry_.left_rows + row) * left_pitch_);
+      }
+      return;
+    }
     T* left = left_ + i * geometry_.left_size();
-    const T* first = this->first(key);
     if (!geometry_.four_cores) {
-      std::memcpy(left, first, geometry_.left_size() * sizeof(T));
+      weights_.copy(slice_of(key, 0), geometry_.left_size(), left);
       return;
     }
     const int64_t columns = table_.q[1] * table_.r[2];
-    kernels_.gemm(table_.q[0], columns, table_.r[1], first, table_.r[1], 1, second(key), columns, left, columns, false);
+    kernels_.gemm(table_.q[0], columns, table_.r[1], first(key), table_.r[1], 1, second(key), columns, left, columns,
+                  false);
   }
 
   // Makes C of the flows number `first` to `first` + n - 1.
   void multiply(int64_t first, int64_t n) {
     if (geometry_.two_cores) return;
+    if (tiles_ != nullptr) {  // all flows that there is `left` of: first is 0
+      tiles_->multiply(n * geometry_.left_rows, left_pitch_, geometry_.owner_columns, narrow_left_, packed_pairs_, c_);
+      return;
+    }
     kernels_.gemm(n * geometry_.left_rows, geometry_.owner_columns, geometry_.left_rank, left(first),
                   geometry_.left_rank, 1, owner_, geometry_.owner_columns, c_, geometry_.owner_columns, false);
   }
 
-  const T* first(int64_t key) const { return first_core_ + table_.digit(key, 0) * table_.slice_size(0); }
-  const T* second(int64_t key) const { return second_core_ + table_.digit(key, 1) * table_.slice_size(1); }
+  // Slices of the cores before the owner, of four. Good until the next call for another key.
+  const T* first(int64_t key) const { return weights_.read(slice_of(key, 0), table_.slice_size(0), first_); }
+  const T* second(int64_t key) const { return weights_.read(slice_of(key, 1), table_.slice_size(1), second_); }
   const T* owner() const { return owner_; }  // [left_rank, owner_q, rank_padded]
+  const TileKernels<T>* tiles() const { return tiles_; }
+  // With tiles: the owner slice as it is stored, and `left` of all flows, [32, left_pitch].
+  const uint16_t* narrow_owner() const { return narrow_owner_; }
+  const uint16_t* narrow_left() const { return narrow_left_; }
+  int64_t left_pitch() const { return left_pitch_; }
   // [left_rows, left_rank] of flow number i
   const T* left(int64_t i) const { return left_ + i * geometry_.left_size(); }
   // [m, rank_padded] of the flow that is number i of those that C was made for
   const T* c(int64_t i) const { return geometry_.two_cores ? owner_ : c_ + i * geometry_.c_size(); }
 
  private:
-  static constexpr int64_t kLine = 64 / sizeof(T);
-
   // Asks for a piece of the next owner slice. Slices come from far away; with a piece a flow they are there in time,
   // and do not hold up what the flow needs.
   void fetch_next_owner() {
     const int64_t size = table_.slice_size(table_.owner());
-    if (next_owner_ == nullptr || next_fetched_ >= size) return;
-    prefetch_far(next_owner_ + next_fetched_, std::min(next_piece_, size - next_fetched_));
+    if (next_owner_ < 0 || next_fetched_ >= size) return;
+    weights_.prefetch_far(next_owner_ + next_fetched_, std::min(next_piece_, size - next_fetched_));
     next_fetched_ += next_piece_;
   }
 
-  const T* slice_of(int64_t key) const {
-    const int k = table_.owner();
-    return owner_core_ + table_.digit(key, k) * table_.slice_size(k);
+  // Where the slice of core k is in the weights.
+  int64_t slice_of(int64_t key, int k) const {
+    return table_.core_offset[k] + table_.digit(key, k) * table_.slice_size(k);
   }
 
   const Kernels<T>& kernels_;
+  const Weights<T>& weights_;
   const Table& table_;
   const Geometry& geometry_;
-  const T* owner_core_;
-  const T* first_core_;
-  const T* second_core_;
+  const TileKernels<T>* tiles_;
   const T* owner_ = nullptr;
-  const T* next_owner_ = nullptr;
+  int64_t next_owner_ = -1;  // in the weights
   int64_t next_fetched_ = 0, next_piece_ = 0;
-  T *left_, *c_, *packed_;
+  T *left_ = nullptr, *c_ = nullptr;
+  T* packed_ = nullptr;                     // the owner slice widened and padded
+  T *first_ = nullptr, *second_ = nullptr;  // slices of the cores before it, widened
+  const uint16_t* narrow_owner_ = nullptr;
+  uint16_t* narrow_left_ = nullptr;
+  uint32_t* packed_pairs_ = nullptr;  // the owner slice for tiles
+  int64_t left_pitch_ = 0;
 };
 
 // The end of the flows [flow, end) that share the owner slice of the first.

@@ -1,12 +1,17 @@
-"""What a group of TT tables takes from TorchRec's ``fused_params``: optimizer, bounds checks, nothing else silently."""
+"""What a group of TT tables takes from TorchRec's ``fused_params``: optimizer, bounds checks, type of the output.
+
+Nothing else is taken silently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode as FbgemmBoundsCheckMode
+from torchrec.modules.embedding_configs import DataType
 
 from flowtt_torchrec.optimizers import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
 from flowtt_torchrec.reference import BoundsCheckMode
@@ -30,7 +35,15 @@ _BOUNDS_CHECK_MODES = {
     FbgemmBoundsCheckMode.V2_IGNORE: BoundsCheckMode.IGNORE,
 }
 _NUMBERS = ("learning_rate", "eps", "weight_decay", "beta1", "beta2")
-# About caches of dense rows and the rounding of 16-bit weights: a TT table of FP32 cores has neither.
+_OUTPUT_DTYPES = {
+    SparseType.FP32: torch.float32,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+}
+# About caches of dense rows, which a TT table does not have.
 _WITHOUT_MEANING = (
     "cache_algorithm",
     "cache_load_factor",
@@ -39,7 +52,6 @@ _WITHOUT_MEANING = (
     "enforce_hbm",
     "multipass_prefetch_config",
     "prefetch_pipeline",
-    "stochastic_rounding",
 )
 
 
@@ -61,12 +73,20 @@ def optimizer_spec(fused_params: Mapping[str, Any] | None, tables: str) -> Optim
         if len(betas) != 2 or "beta1" in params or "beta2" in params:
             raise ValueError(f"{tables}: give Adam either beta1 and beta2, or betas of two numbers, not {betas}")
         params["beta1"], params["beta2"] = betas
-    known = {TT_TABLES, "bounds_check_mode", "output_dtype", "optimizer", *_NUMBERS, *_WITHOUT_MEANING}
+    known = {
+        TT_TABLES,
+        "bounds_check_mode",
+        "optimizer",
+        "output_dtype",
+        "stochastic_rounding",
+        *_NUMBERS,
+        *_WITHOUT_MEANING,
+    }
     unknown = sorted(params.keys() - known)
     if unknown:
         raise ValueError(
             f"{tables}: TT tables don't know the optimizer or fused parameter {', '.join(map(repr, unknown))}; "
-            "known: lr, eps, weight_decay, beta1, beta2, betas, bounds_check_mode"
+            "known: lr, eps, weight_decay, beta1, beta2, betas, stochastic_rounding, bounds_check_mode, output_dtype"
         )
     kind = params.get("optimizer", EmbOptimType.EXACT_SGD)
     if kind not in _KINDS:
@@ -74,9 +94,10 @@ def optimizer_spec(fused_params: Mapping[str, Any] | None, tables: str) -> Optim
             f"{tables}: the fused optimizer {kind} is not supported for TT tables; use {OPTIMIZERS}, or place the "
             "tables data_parallel, where the dense optimizer trains them"
         )
-    numbers = {key: float(params[key]) for key in _NUMBERS if key in params}
+    values: dict[str, Any] = {key: float(params[key]) for key in _NUMBERS if key in params}
+    values["stochastic_rounding"] = bool(params.get("stochastic_rounding", True))
     try:
-        return OptimizerSpec(_KINDS[kind], **numbers)
+        return OptimizerSpec(_KINDS[kind], **values)
     except ValueError as error:
         raise ValueError(f"{tables}: {error}") from None
 
@@ -93,8 +114,13 @@ def bounds_check_mode(fused_params: Mapping[str, Any] | None, tables: str) -> Bo
     return _BOUNDS_CHECK_MODES[mode]
 
 
-def check_output_dtype(fused_params: Mapping[str, Any] | None, tables: str) -> None:
-    """Raises ``ValueError`` for an ``output_dtype`` other than FP32."""
+def output_dtype(fused_params: Mapping[str, Any] | None, tables: str) -> torch.dtype:
+    """Type of the pooled rows, float32 by default.
+
+    Raises:
+        ValueError: for an ``output_dtype`` other than FP32, FP16 and BF16.
+    """
     dtype = (fused_params or {}).get("output_dtype", SparseType.FP32)
-    if dtype != SparseType.FP32:
-        raise ValueError(f"{tables}: output_dtype {dtype} is not supported for TT tables; use FP32")
+    if dtype not in _OUTPUT_DTYPES:
+        raise ValueError(f"{tables}: output_dtype {dtype} is not supported for TT tables; use FP32, FP16 or BF16")
+    return _OUTPUT_DTYPES[dtype]

@@ -25,13 +25,14 @@ from flowtt_torchrec.cores import default_std, init_cores
 from flowtt_torchrec.distributed.fused_params import (
     TT_TABLES,
     bounds_check_mode,
-    check_output_dtype,
     optimizer_spec,
+    output_dtype,
 )
 from flowtt_torchrec.distributed.tables import TTTables, name_tables
 from flowtt_torchrec.distributed.variable_batch import by_rank, even_offsets
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.precision import compute_dtype
 
 
 def core_name(k: int) -> str:
@@ -71,7 +72,7 @@ class TTKernel(BaseEmbedding):
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         self._pooling = "mean" if mean else "sum"
         self._bounds_check_mode = bounds_check_mode(config.fused_params, self._named)
-        check_output_dtype(config.fused_params, self._named)
+        self._output_dtype = output_dtype(config.fused_params, self._named)
 
     def _adopt(self, views: list[list[Tensor]]) -> None:
         """Makes parameters of the views of the flat buffer."""
@@ -112,11 +113,12 @@ class TTKernel(BaseEmbedding):
             )
         weights = features.weights_or_none()
         # Feature processors pass positions as integer weights; TorchRec's kernels ignore those too.
-        weights = weights.to(self._dtype) if weights is not None and weights.is_floating_point() else None
+        if weights is not None:
+            weights = weights.to(compute_dtype(self._dtype)) if weights.is_floating_point() else None
         if not features.variable_stride_per_key():
-            return self._lookup(features.values(), features.offsets(), weights)
+            return self._lookup(features.values(), features.offsets(), weights).to(self._output_dtype)
         offsets = even_offsets(features.offsets(), features.stride_per_key())
-        pooled = self._lookup(features.values(), offsets, weights)
+        pooled = self._lookup(features.values(), offsets, weights).to(self._output_dtype)
         return by_rank(pooled, self._config.embedding_dims(), features.stride_per_key_per_rank())
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

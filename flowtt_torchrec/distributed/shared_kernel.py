@@ -86,7 +86,7 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         """Adds to the pending gradient; a model may look up several times before it goes backward."""
         whole = self._emb_module.layout
         if self._grad is None:
-            self._grad = torch.zeros_like(self._emb_module.weights)
+            self._grad = torch.zeros_like(self._emb_module.weights, dtype=grad.dtype)
         if self._columns is None:
             self._grad.add_(grad)
         else:

@@ -14,6 +14,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from flowtt_torchrec.cores import default_std
 from flowtt_torchrec.spec import TTSpec
 
+_DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+
 
 @dataclass(frozen=True)
 class TTTable:
@@ -61,8 +63,9 @@ def check_config(config: EmbeddingBagConfig, spec: TTSpec) -> TTTable:
     """
     name = config.name
     spec.check_table(name, config.num_embeddings, config.embedding_dim)
-    if config.data_type != DataType.FP32:
-        raise ValueError(f"table {name!r} has data_type {config.data_type.value}; TT tables support FP32")
+    if config.data_type not in _DATA_TYPES:
+        supported = ", ".join(data_type.value for data_type in _DATA_TYPES)
+        raise ValueError(f"table {name!r} has data_type {config.data_type.value}; TT tables support {supported}")
     if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
         raise ValueError(f"table {name!r} has pooling {config.pooling.value}; TT tables support SUM and MEAN")
     if config.use_virtual_table:

@@ -114,7 +114,7 @@ def test_row_wise_means_that_share_a_feature(one_rank: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_type": DataType.FP16}, "table 't' has data_type FP16; TT tables support FP32"),
+        ({"data_type": DataType.INT8}, "table 't' has data_type INT8; TT tables support FP32, FP16, BF16"),
         ({"use_virtual_table": True, "total_num_buckets": 10}, "table 't' is a virtual table"),
         ({"num_embeddings_post_pruning": 80}, "table 't' is pruned"),
         ({"init_fn": torch.nn.init.xavier_uniform_}, "table 't' has an init_fn of its own.*from_dense"),
@@ -131,7 +131,7 @@ def test_bounds_check_none_and_output_dtype(one_rank: Callable[..., Any]) -> Non
     refused(
         one_rank, "table 't': bounds_check_mode NONE is not supported", *args, bounds_check_mode=BoundsCheckMode.NONE
     )
-    refused(one_rank, "table 't': output_dtype .* is not supported", *args, output_dtype=DataType.FP16)
+    refused(one_rank, "table 't': output_dtype .* is not supported", *args, output_dtype=DataType.INT8)
 
 
 def lookup_of(row: int, mode: BoundsCheckMode | None) -> torch.Tensor:
