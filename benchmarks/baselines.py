@@ -36,7 +36,7 @@ class _PerTable(Contender):
         rows = self.rows(table, batch.indices)
         if batch.batch_size == rows.shape[0]:  # bags of one
             return rows
-        every = torch.arange(rows.shape[0])
+        every = torch.arange(rows.shape[0], device=rows.device)
         return F.embedding_bag(every, rows, batch.offsets, mode="sum", include_last_offset=True)
 
 
@@ -63,7 +63,7 @@ class TTRec(_PerTable):
         self.cores = [[core.detach().clone().requires_grad_() for core in table] for table in cores]
         self.num_tables = len(cores)
         rowwise = optimizer == "rowwise_adagrad"
-        self.momentum = [[torch.zeros(core.shape[0]) for core in table] for table in cores] if rowwise else []
+        self.momentum = [[core.new_zeros(core.shape[0]) for core in table] for table in cores] if rowwise else []
 
     @property
     def num_parameters(self) -> int:
@@ -168,15 +168,16 @@ class DenseEmbeddingBag(_PerTable):
     Args:
         specs: sizes of the tables.
         optimizer: ``"sgd"`` or ``"adagrad"`` (torch has no row-wise Adagrad).
+        device: where the tables are.
     """
 
     name = "nn_embedding_bag"
     is_tensor_train = False
 
-    def __init__(self, specs: Sequence[TTSpec], optimizer: str = "sgd") -> None:
+    def __init__(self, specs: Sequence[TTSpec], optimizer: str = "sgd", *, device: str = "cpu") -> None:
         self.optimizer = optimizer
         self.num_tables = len(specs)
-        weights = [torch.empty(spec.num_embeddings, spec.embedding_dim) for spec in specs]
+        weights = [torch.empty(spec.num_embeddings, spec.embedding_dim, device=device) for spec in specs]
         for weight in weights:
             fill_uniform(weight)
         self.bags = nn.ModuleList(

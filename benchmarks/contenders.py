@@ -94,6 +94,7 @@ class FlowTT(Contender):
         optimizer: see `Contender`.
         flow: how lookups are grouped, see `flowtt_torchrec.ops.flow_plan`.
         name: what to call it.
+        device: where the cores are.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class FlowTT(Contender):
         *,
         flow: str = "prefix",
         name: str = "flowtt",
+        device: str = "cpu",
     ) -> None:
         self.name = name
         self.optimizer = optimizer
         self.flow = flow
         fused = None if optimizer is None else OptimizerSpec(optimizer, LEARNING_RATE, EPS)
-        self.module = BatchedTTEmbeddingBags({f"t{t}": spec for t, spec in enumerate(specs)}, optimizer=fused)
+        tables = {f"t{t}": spec for t, spec in enumerate(specs)}
+        self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device)
         self._state = dict(self.module.named_buffers())
 
     @property

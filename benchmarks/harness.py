@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.environment import CpuWatch
 
 
@@ -88,7 +90,27 @@ class Effort:
     max_calls: int = 25
 
 
-def measure(actions: Mapping[str, Action], effort: Effort) -> Measurement:
+Timer = Callable[[Callable[[], object]], float]
+
+
+def by_the_clock(run: Callable[[], object]) -> float:
+    """Seconds that a call takes on the CPU."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def by_cuda_events(run: Callable[[], object]) -> float:
+    """Seconds between the start and the end of a call's work on the current GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def measure(actions: Mapping[str, Action], effort: Effort, timer: Timer = by_the_clock) -> Measurement:
     """Times actions in rounds.
 
     Every round visits each action once, in alternating order. A visit is one call that is not counted, which brings the
@@ -102,11 +124,7 @@ def measure(actions: Mapping[str, Action], effort: Effort) -> Measurement:
         action = actions[name]
         argument = action.setup(counters[name])
         counters[name] += 1
-        start = time.perf_counter()
-        result = action.run(argument)
-        elapsed = time.perf_counter() - start
-        del result
-        return elapsed
+        return timer(lambda: action.run(argument))
 
     result = Measurement({name: [] for name in actions})
     gc.disable()

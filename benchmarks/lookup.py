@@ -10,19 +10,20 @@ import torch
 
 from benchmarks import environment
 from benchmarks.presets import PRESETS, Preset
-from benchmarks.questions import QUESTIONS
+from benchmarks.questions import DEVICE_QUESTIONS, QUESTIONS
 from benchmarks.questions.run import Run
 from benchmarks.report import Report
 
 
-def run(preset: Preset, questions: Sequence[str], threads: int, command: Sequence[str]) -> Report:
+def run(preset: Preset, questions: Sequence[str], threads: int, command: Sequence[str], device: str = "cpu") -> Report:
     """Answers the questions in turn.
 
     Args:
         preset: how large.
-        questions: names of `QUESTIONS`.
+        questions: names of `QUESTIONS` or `DEVICE_QUESTIONS`.
         threads: torch's threads.
         command: the command line, for the record.
+        device: ``"cpu"`` or ``"cuda"``.
 
     Returns:
         The results.
@@ -31,12 +32,19 @@ def run(preset: Preset, questions: Sequence[str], threads: int, command: Sequenc
     torch.manual_seed(0)
     described = environment.describe(command)
     described["flowtt"] = environment.describe_backend()
+    if device == "cuda":
+        described["gpu"] = {
+            "name": torch.cuda.get_device_name(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "memory_bytes": torch.cuda.mem_get_info()[1],
+            "cuda": torch.version.cuda,
+        }
     report = Report("lookup", preset.name, described)
     report.show_environment()
     if described["flowtt"]["name"] != "native":
         report.note("the reference backend runs: these are not the times of the compiled ops")
     for question in questions:
-        QUESTIONS[question](Run(preset, report, threads))
+        {**QUESTIONS, **DEVICE_QUESTIONS}[question](Run(preset, report, threads, device))
     report.show_figures()
     return report
 
@@ -47,14 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as torch chooses")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write results there")
+    names = [*QUESTIONS, *DEVICE_QUESTIONS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"questions: {', '.join(names)}")
     parser.add_argument(
-        "--only", nargs="+", choices=QUESTIONS, metavar="NAME", help=f"questions: {', '.join(QUESTIONS)}"
+        "--device", choices=("cpu", "cuda"), default="cpu", help=f"cuda answers: {', '.join(DEVICE_QUESTIONS)}"
     )
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, not {options.threads}")
     preset = PRESETS[options.preset]
-    report = run(preset, options.only or preset.questions, options.threads, environment.command_line())
+    questions = options.only or preset.questions
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
+        questions = options.only or list(DEVICE_QUESTIONS)
+        if others := sorted(set(questions) - set(DEVICE_QUESTIONS)):
+            parser.error(f"--device cuda answers {', '.join(DEVICE_QUESTIONS)} only, not {', '.join(others)}")
+    report = run(preset, questions, options.threads, environment.command_line(), options.device)
     for path, write in ((options.json, report.write_json), (options.csv, report.write_csv)):
         if path is not None:
             write(path)

@@ -34,6 +34,7 @@ class Preset:
         mixed_lookups: lookups of each of them.
         gemm_size: rows and columns of the matrix product that counts as the machine's rate.
         ttrec_bytes: the TT-Rec baseline is left out where its gathered slices take more.
+        on_device: tables of the question that runs on GPUs too.
         all_baselines: whether the comparison has the baselines that no figure needs.
     """
 
@@ -64,6 +65,13 @@ class Preset:
     mixed_lookups: int = 4096
     gemm_size: int = 2048
     ttrec_bytes: int = 2_500_000_000
+    on_device: tuple[TTSpec, ...] = (
+        TTSpec(8_000_000, 32, (200, 200, 200), (2, 4, 4), (16, 16)),
+        BALANCED,
+        FLOW_SHAPE,
+        TTSpec(8_000_000, 128, (200, 200, 200), (4, 4, 8), (64, 64)),
+        TTSpec(8_000_000, 64, (200, 200, 200), (4, 4, 4), (128, 128)),
+    )
     all_baselines: bool = False
 
 
@@ -108,5 +116,6 @@ PRESETS = {
         mixed=mixed_tables(3, 3000),
         mixed_lookups=16,
         gemm_size=64,
+        on_device=(_SMALL,),
     ),
 }

@@ -109,6 +109,9 @@ class Batch:
     def batch_size(self) -> int:
         return self.grad_output.shape[0]
 
+    def to(self, device: str) -> Batch:
+        return Batch(self.indices.to(device), self.offsets.to(device), self.grad_output.to(device))
+
 
 @dataclass(frozen=True)
 class Workload:

@@ -151,6 +151,16 @@ class CompiledOps:
             rounding_seed,
         )
 
+    def use_cuda_mapping(self, by_work: bool = True, steal: bool = True, checkpoint: bool = True) -> None:
+        """Turns parts of the schedule of the CUDA kernels off, for ablations; results do not depend on it.
+
+        Args:
+            by_work: blocks begin with shares of equal work, else of equal numbers of rows.
+            steal: blocks without work take some of others'.
+            checkpoint: products of long flows are handed from block to block, else made again.
+        """
+        self._ops.use_cuda_mapping(by_work, steal, checkpoint)
+
     def _mirror_determinism(self, weights: Tensor) -> None:
         # The stable ABI has no way to ask torch. On the CPU everything is deterministic.
         if weights.is_cuda or self._emulated:

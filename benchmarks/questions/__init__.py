@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.questions.comparison import comparison
+from benchmarks.questions.device import device
 from benchmarks.questions.distributions import distributions
 from benchmarks.questions.growth import growth
 from benchmarks.questions.memory import memory
@@ -31,3 +32,4 @@ QUESTIONS: dict[str, Callable[[Run], None]] = {
         shapes,
     )
 }
+DEVICE_QUESTIONS = {"device": device}  # the only ones that --device cuda answers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import Contender
-from benchmarks.harness import Action, Effort, Measurement, measure
+from benchmarks.harness import Action, Effort, Measurement, Timer, by_cuda_events, by_the_clock, measure
 from benchmarks.presets import Preset
 from benchmarks.report import Report
 from benchmarks.workloads import Batch, Workload
@@ -17,11 +17,16 @@ from benchmarks.workloads import Batch, Workload
 
 @dataclass(frozen=True)
 class Run:
-    """One run: how large, on how many threads, and where results go."""
+    """One run: how large, on how many threads, on what device, and where results go."""
 
     preset: Preset
     report: Report
     threads: int
+    device: str = "cpu"
+
+    @property
+    def timer(self) -> Timer:
+        return by_cuda_events if self.device == "cuda" else by_the_clock
 
 
 class LineUp:
@@ -64,7 +69,8 @@ class LineUp:
 
     def measure(self, effort: Effort | None = None, **columns: Any) -> Measurement:
         """Measures, adds the rows to the report, and prints them."""
-        result = measure(self._actions, self._run.preset.effort if effort is None else effort)
+        effort = self._run.preset.effort if effort is None else effort
+        result = measure(self._actions, effort, self._run.timer)
         described = {"question": self._question, **self.workload.describe(), **columns}
         self._run.report.add_times(result, self._columns, **described)
         return result

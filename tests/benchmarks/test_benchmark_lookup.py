@@ -6,13 +6,18 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from cuda_emulation import build, emulated
 
 from benchmarks import lookup
+from benchmarks.harness import Effort
 from benchmarks.memory import measure_peak, modelled_peak
 from benchmarks.presets import PRESETS
 from benchmarks.questions import QUESTIONS
+from benchmarks.questions.device import MAPPINGS
 from benchmarks.report import load
 from benchmarks.workloads import Workload
+from flowtt_torchrec import ops
 
 # The names that other tools read; figures may be added, these may not go.
 FIGURES = {
@@ -68,6 +73,35 @@ def test_every_other_question_runs() -> None:
     assert PRESETS["full"].questions == tuple(QUESTIONS)
 
 
+@pytest.mark.parametrize("backend", ["native", "cuda-emulated"])
+def test_device_question_has_parts_ablations_and_alternatives(backend: str) -> None:
+    """Where there is no GPU: the CPU ops, and the CUDA ops on the emulator with the parts of their schedule."""
+    ablations = set()
+    if backend == "cuda-emulated":
+        if build.toolkit() is None:
+            pytest.skip("the headers of the CUDA toolkit are not here")
+        emulated.load()
+        ablations = {f"flowtt, {name}" for name in (*MAPPINGS, "deterministic")}
+    once = Effort(rounds=1, min_rounds=1, seconds=1, visit_seconds=0.0)
+    preset = dataclasses.replace(PRESETS["smoke"], effort=once, batches=1, pooled_lookups=100)
+    with ops.use_backend(backend):
+        report = lookup.run(preset, ["device"], 1, ["test"])
+    operations = {row["operation"] for row in report.rows if row["contender"] == "flowtt"}
+    assert operations == {"plan", "forward", "forward_planned", "backward", "step"}
+    others = {"flowtt", "flowtt_unique", "flowtt_direct", "ttrec", "ttrec_unique", "nn_embedding_bag"}
+    assert {row["contender"] for row in report.rows} == others | ablations
+    assert "step_vs_nn_embedding_bag_dim16_rank8_p20" in report.figures
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_device_question_on_a_gpu(tmp_path: Path) -> None:
+    lookup.main(["--preset", "smoke", "--device", "cuda", "--json", str(tmp_path / "r.json")])
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["environment"]["gpu"]["name"]
+    assert {row["unit"] for row in data["rows"]} == {"ms", "bytes"}
+
+
 def test_peak_memory_of_a_step() -> None:
     workload = Workload((PRESETS["smoke"].balanced,), "uniform", 65_536)
     ours, ttrec = measure_peak("flowtt", workload, 1), measure_peak("ttrec", workload, 1)
@@ -77,7 +111,18 @@ def test_peak_memory_of_a_step() -> None:
     assert modelled_peak(workload, ours, 1) > ours.model + 4 * 65_536 * 16
 
 
-@pytest.mark.parametrize(("options", "message"), [(["--threads", "0"], "at least 1, not 0"), (["--only", "x"], "'x'")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--threads", "0"], "at least 1, not 0"),
+        (["--only", "x"], "'x'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         lookup.main(options)
