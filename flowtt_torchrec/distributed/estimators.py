@@ -82,17 +82,22 @@ def table_bytes(
         optimizer: the class given to ``apply_optimizer_in_backward``, if any; a data-parallel table is taken to get a
             dense optimizer of the same class.
         lookups: lookups of one step on the rank.
-        element_size: bytes a number.
+        element_size: bytes a number of the cores. Gradients and fused state are float32 for narrower ones; those of a
+            data-parallel table have the cores' type, but for the one that comes from the op.
         columns: width of a column-wise shard, all columns if not given.
     """
-    cores = spec.num_bytes(element_size)
+    cores, wide = spec.num_bytes(element_size), spec.num_bytes(max(element_size, 4))
     data_parallel = sharding_type == DATA_PARALLEL
-    gradient = cores if sharding_type == ShardingType.TABLE_WISE.value else 2 * cores
+    gradient = wide if sharding_type == ShardingType.TABLE_WISE.value else 2 * wide
+    if data_parallel:
+        gradient = 2 * cores if wide == cores else 2 * cores + wide
     if sharding_type in COLUMN_TYPES:
         gradient += spec.narrow(columns or spec.embedding_dim).num_bytes(element_size)
     return TTTableBytes(
         cores=cores,
-        optimizer=_optimizer_bytes(spec, optimizer, element_size, data_parallel),
+        optimizer=_optimizer_bytes(
+            spec, optimizer, element_size if data_parallel else max(element_size, 4), data_parallel
+        ),
         gradient=gradient,
         workspace=math.ceil(lookups * (PLAN_BYTES_PER_LOOKUP + SORT_BYTES_PER_LOOKUP)),
     )

@@ -16,7 +16,7 @@ from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingShard
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
-from flowtt_torchrec.distributed.fused_params import TT_TABLES
+from flowtt_torchrec.distributed.fused_params import TT_TABLES, output_dtype
 from flowtt_torchrec.distributed.lookup import (
     TTDpGroupedPooledEmbeddingsLookup,
     TTGroupedPooledEmbeddingsLookup,
@@ -55,8 +55,9 @@ class _TTLookups:
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup:
-        return self._lookup_class(
-            grouped_configs=self._grouped_embedding_configs_per_rank[self._env.rank],  # type: ignore[attr-defined]
+        of_ranks = self._grouped_embedding_configs_per_rank  # type: ignore[attr-defined]
+        lookup = self._lookup_class(
+            grouped_configs=of_ranks[self._env.rank],  # type: ignore[attr-defined]
             pg=self._env.process_group,  # type: ignore[attr-defined]
             device=device if device is not None else self._device,  # type: ignore[attr-defined]
             feature_processor=feature_processor,
@@ -64,6 +65,14 @@ class _TTLookups:
             sharding_type=self._sharding_type,
             env=self._env,  # type: ignore[attr-defined]
         )
+        placed = [config for of_rank in of_ranks for config in of_rank]
+        if placed and not of_ranks[self._env.rank]:  # type: ignore[attr-defined]
+            # TorchRec's stand-in for the output is float32, which the exchange would mix with what other ranks send.
+            stand_in = lookup._dummy_embs_tensor
+            lookup._dummy_embs_tensor = torch.empty(
+                0, dtype=output_dtype(placed[0].fused_params, "tables"), device=stand_in.device, requires_grad=True
+            )
+        return lookup
 
 
 class TTTwPooledEmbeddingSharding(_TTLookups, TwPooledEmbeddingSharding):

@@ -20,7 +20,7 @@ from torchrec.distributed import sharding_plan as stock_plan
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -44,6 +44,7 @@ class Table:
     place: int | str | tuple[int, ...]  # a rank (table-wise), "dp", "rw", "twrw<host>", ranks (column-wise), "twcw"
     spec: TTSpec | None = None
     pooling: PoolingType = PoolingType.SUM
+    data_type: DataType = DataType.FP32
 
     def config(self) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(
@@ -52,6 +53,7 @@ class Table:
             embedding_dim=self.dim,
             feature_names=list(self.features),
             pooling=self.pooling,
+            data_type=self.data_type,
         )
 
     def generator(self, world_size: int, *, dense: bool) -> Any:
