@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchrec.optim
 from ranks import Ranks
-from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -19,11 +17,19 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from twin_training import (
+    ADAGRAD_DECAY,
+    ADAM_DECAY,
+    ROWWISE_DECAY,
+    SGD,
+    SGD_DECAY,
+    same_outputs,
+    same_training,
+)
 from twins import (
     CPU,
     Reference,
     Table,
-    all_optimizers,
     apply_optimizer_in_backward,
     compression,
     feature_rows,
@@ -39,33 +45,11 @@ from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder
 from flowtt_torchrec.spec import TTSpec
 
 TOLERANCE = 1e-5
-Batch = tuple[KeyedJaggedTensor, Tensor]
 
 
-def batches_of(tables: list[Table], world_size: int, step: int, *, weighted: bool = False) -> list[Batch]:
-    """One batch a rank, of sizes that differ, unless gloo's gather of row-wise gradients needs them equal."""
-    more = 0 if any(table.place in ("rw", "twrw0", "twrw1") for table in tables) else 4
-    return [make_batch(tables, 5 + more * rank, 100 * step + rank, weighted=weighted) for rank in range(world_size)]
-
-
-def same_outputs(
-    rank: int, world_size: int, pooling: PoolingType, weighted: bool, make_tables: Any = mixed_tables
-) -> None:
-    """The twin's weights are the materialised cores; so its outputs must be the same."""
-    tables = make_tables(pooling)
-    ours = shard(tables, world_size, weighted=weighted)
-    twin = shard(tables, world_size, dense=True, weighted=weighted)
-    state = full_state(ours, tables)
-    assert not twin.load_state_dict(
-        materialised(tables, state) | {k: v for k, v in ours.state_dict().items() if "over" in k}
-    ).unexpected_keys
-    for step in range(3):
-        features, _ = batches_of(tables, world_size, step, weighted=weighted)[rank]
-        expected, wanted = twin(features)
-        output, columns = ours(features)
-        assert columns.abs().max() > 0.01
-        torch.testing.assert_close(columns, wanted, atol=TOLERANCE, rtol=0)
-        torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
+def twin_outputs(rank: int, world_size: int, pooling: PoolingType, weighted: bool) -> None:
+    tables = mixed_tables(pooling)
+    same_outputs(shard(tables, world_size, weighted=weighted), tables, "weighted" if weighted else "as is", steps=3)
 
 
 CASES = [
@@ -78,113 +62,28 @@ CASES = [
 
 @pytest.mark.parametrize(("pooling", "weighted"), CASES)
 def test_twin_outputs_on_one_rank(one_rank: Callable[..., Any], pooling: PoolingType, weighted: bool) -> None:
-    one_rank(same_outputs, pooling, weighted)
+    one_rank(twin_outputs, pooling, weighted)
 
 
 @pytest.mark.parametrize(("pooling", "weighted"), CASES)
 def test_twin_outputs_on_two_ranks(two_ranks: Ranks, pooling: PoolingType, weighted: bool) -> None:
-    two_ranks.run(same_outputs, pooling, weighted)
-
-
-# eps well above rounding: where a gradient is all but zero, Adagrad would turn its rounding error into a full step
-SGD = ("sgd", torch.optim.SGD, {"lr": 0.2})
-SGD_DECAY = ("sgd", torchrec.optim.SGD, {"lr": 0.2, "weight_decay": 0.05})
-ADAGRAD = ("adagrad", torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-3})
-ADAGRAD_DECAY = ("adagrad", torchrec.optim.Adagrad, {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.02})
-ROWWISE = ("rowwise_adagrad", torchrec.optim.RowWiseAdagrad, {"lr": 0.02, "eps": 1e-3})
-ROWWISE_DECAY = ("rowwise_adagrad", torchrec.optim.RowWiseAdagrad, {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.02})
-
-
-def same_training(
-    rank: int,
-    world_size: int,
-    optimizer: tuple[str, type[torch.optim.Optimizer], dict[str, float]],
-    pooling: PoolingType,
-    weighted: bool,
-    steps: int,
-    with_dense: bool,
-    make_tables: Any = mixed_tables,
-) -> tuple[float, float]:
-    """Ten steps must give the reference's losses and end at its weights. Returns the first and the last loss."""
-    kind, optimizer_class, kwargs = optimizer
-    tables = [table for table in make_tables(pooling) if with_dense or table.spec is not None]
-    if kind == "rowwise_adagrad":  # a column-wise dense table has one accumulator a shard of a row, not one a row
-        tables = [table for table in tables if table.spec is not None or not isinstance(table.place, tuple)]
-    model = shard(tables, world_size, (optimizer_class, kwargs), weighted=weighted)
-    optimizers = all_optimizers(model, lambda parameters: torch.optim.SGD(parameters, lr=0.2))
-    start = full_state(model, tables)
-    reference = Reference(tables, start, model.module.over)
-    plain = torch.optim.SGD(
-        [*reference.over.parameters(), *reference.leaves([t.name for t in tables if t.place == "dp"])], lr=0.2
-    )
-    losses = []
-    for step in range(steps):
-        batches = batches_of(tables, world_size, step % 3, weighted=weighted)
-        features, targets = batches[rank]
-        optimizers.zero_grad()
-        output, columns = model(features)
-        loss = (output - targets).square().mean()
-        loss.backward()
-        optimizers.step()
-
-        for parameter in [*reference.over.parameters(), *reference.parameters.values()]:
-            parameter.grad = None
-        torch.testing.assert_close(columns, reference.columns(features), atol=1e-4, rtol=0)
-        expected = reference.loss(batches)
-        expected.backward()
-        plain.step()
-        eps, decay = kwargs.get("eps", 0.0), kwargs.get("weight_decay", 0.0)
-        reference.fused_step(batches, kind, kwargs["lr"], eps, decay)
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        torch.testing.assert_close(total / world_size, expected.detach(), atol=TOLERANCE, rtol=0)
-        losses.append(float(expected.detach()))
-    end = full_state(model, tables)
-    for name, value in reference.state().items():
-        torch.testing.assert_close(end[name], value, atol=1e-4, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-        assert not torch.equal(end[name], start[name]), f"{name} did not train"
-    return losses[0], losses[-1]
+    two_ranks.run(twin_outputs, pooling, weighted)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "pooling", "weighted"),
-    [
-        pytest.param(SGD, PoolingType.SUM, False, id="sgd"),
-        pytest.param(ADAGRAD, PoolingType.SUM, False, id="adagrad"),
-        pytest.param(ROWWISE, PoolingType.SUM, False, id="rowwise adagrad"),
-        pytest.param(SGD, PoolingType.MEAN, False, id="mean"),
-        pytest.param(SGD, PoolingType.SUM, True, id="weighted"),
-    ],
-)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_beside_dense_tables_equals_plain_autograd(
-    one_rank: Callable[..., Any],
-    two_ranks: Ranks,
-    world_size: int,
-    optimizer: Any,
-    pooling: PoolingType,
-    weighted: bool,
-) -> None:
-    args = (optimizer, pooling, weighted, 10, True)
-    results = [one_rank(same_training, *args)] if world_size == 1 else two_ranks.run(same_training, *args)
-    for first, last in results:
-        assert last < first
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "pooling", "weighted"),
+    ("optimizer", "mode"),
     [
         # FBGEMM's CPU kernels don't decay touched rows only, nor take weighted means through backward, as ours do
-        pytest.param(SGD_DECAY, PoolingType.SUM, False, id="sgd, weight decay"),
-        pytest.param(ADAGRAD_DECAY, PoolingType.SUM, False, id="adagrad, weight decay"),
-        pytest.param(ROWWISE_DECAY, PoolingType.SUM, False, id="rowwise adagrad, weight decay"),
-        pytest.param(SGD, PoolingType.MEAN, True, id="weighted mean"),
+        pytest.param(SGD_DECAY, "sum", id="sgd, weight decay"),
+        pytest.param(ADAGRAD_DECAY, "sum", id="adagrad, weight decay"),
+        pytest.param(ROWWISE_DECAY, "sum", id="rowwise adagrad, weight decay"),
+        pytest.param(ADAM_DECAY, "sum", id="adam, weight decay"),
+        pytest.param(SGD, "weighted mean", id="weighted mean"),
     ],
 )
-def test_training_of_tt_tables_alone_equals_plain_autograd(
-    two_ranks: Ranks, optimizer: Any, pooling: PoolingType, weighted: bool
-) -> None:
-    two_ranks.run(same_training, optimizer, pooling, weighted, 10, False)
+def test_training_of_tt_tables_alone_equals_plain_autograd(two_ranks: Ranks, optimizer: Any, mode: str) -> None:
+    trains = [table for table in mixed_tables() if table.spec is not None]
+    two_ranks.run(same_training, trains, optimizer, mode)
 
 
 def position_weights(rank: int, world_size: int, make_tables: Callable[[], list[Table]] = mixed_tables) -> set[str]:

@@ -195,7 +195,12 @@ def shard(
     """The sharded model: with TT tables, or its stock twin if ``dense``. ``wrap`` may change what surrounds its ebc."""
     model = Model(tables, weighted=weighted)
     if optimizer is not None:
-        apply_optimizer_in_backward(optimizer[0], model.ebc.parameters(), dict(optimizer[1]))
+        for table in tables:
+            fused_class, kwargs = optimizer
+            if fused_class is torch.optim.Adam and table.spec is None:  # FBGEMM has no Adam on the CPU
+                fused_class, kwargs = torch.optim.SGD, {"lr": kwargs["lr"]}
+            parameters = model.ebc.embedding_bags[table.name].parameters()
+            apply_optimizer_in_backward(fused_class, parameters, dict(kwargs))
     sharder: EmbeddingBagCollectionSharder = (
         EmbeddingBagCollectionSharder(**sharder_args)
         if dense
@@ -287,6 +292,7 @@ class Reference:
         self.over = copy.deepcopy(over)
         self.parameters = {name: value.clone().requires_grad_() for name, value in state.items()}
         self.momentum: dict[str, Tensor] = {}
+        self.steps = 0
 
     def of_table(self, table: Table) -> list[Tensor]:
         return cores_of(table, self.parameters) if table.spec else [self.parameters[f"{table.name}.weight"]]
@@ -322,9 +328,16 @@ class Reference:
 
     @torch.no_grad()
     def fused_step(
-        self, batches: Sequence[tuple[KeyedJaggedTensor, Tensor]], kind: str, lr: float, eps: float, decay: float
+        self,
+        batches: Sequence[tuple[KeyedJaggedTensor, Tensor]],
+        kind: str,
+        lr: float,
+        eps: float,
+        decay: float,
+        betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
         """The fused update of all tables that are not data-parallel, from the gradients in their leaves."""
+        self.steps += 1
         for table in self.tables:
             if table.place == "dp":
                 continue
@@ -334,8 +347,15 @@ class Reference:
                 assert w.grad is not None
                 mask = torch.zeros(w.shape[0], dtype=torch.bool).index_fill(0, index, True)
                 mask = mask.view(-1, *[1] * (w.dim() - 1))
+                if kind == "adam" and table.spec is not None:
+                    m, v = (self.momentum.setdefault(f"{table.name}.{k}.{i}", torch.zeros_like(w)) for i in range(2))
+                    m.copy_(torch.where(mask, betas[0] * m + (1 - betas[0]) * w.grad, m))
+                    v.copy_(torch.where(mask, betas[1] * v + (1 - betas[1]) * w.grad.square(), v))
+                    m_hat, v_hat = m / (1 - betas[0] ** self.steps), v / (1 - betas[1] ** self.steps)
+                    w -= lr * mask * (m_hat / (v_hat.sqrt() + eps) + decay * w)
+                    continue
                 g = torch.where(mask, w.grad + decay * w, 0.0)
-                if kind == "sgd":
+                if kind in ("sgd", "adam"):  # FBGEMM has no Adam on the CPU: see `shard`
                     w -= lr * g
                     continue
                 square = g.square()
