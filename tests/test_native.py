@@ -20,6 +20,7 @@ from tt_samples import (
 )
 
 from flowtt_torchrec import native, ops
+from flowtt_torchrec.cores import to_dense
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
 
 
@@ -255,3 +256,26 @@ def test_long_bags_of_tables_that_threads_share(pooling, weighted):
             assert_near(output("native", torch.float32), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_output_larger_than_caches(threads):
+    """Rows go past the caches; one row has half the lookups of a feature, and some bags are empty."""
+    layout = layout_of("rank_32", "odd", "powers_of_two")
+    generator, batch_size = torch.Generator().manual_seed(0), 20_000
+    lengths = (torch.rand(3, batch_size, generator=generator) < 0.9).long()
+    ids = [torch.randint(spec.num_embeddings, (batch_size,), generator=generator) for spec in layout.specs]
+    ids[0][::2] = 7
+    weights, before = random_weights(layout, torch.float32), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ops.use_backend("native"):
+            offsets, taken = offsets_of(lengths.flatten()), [i[of == 1] for i, of in zip(ids, lengths)]
+            output = ops.lookup(weights, layout, torch.cat(taken), offsets)
+    finally:
+        torch.set_num_threads(before)
+    assert output.nbytes > 1 << 24
+    cores = layout.core_views(weights)
+    every = [to_dense(core, spec.num_embeddings) for core, spec in zip(cores, layout.specs)]
+    expected = torch.cat([rows[i] * of[:, None] for rows, i, of in zip(every, ids, lengths)], dim=1)
+    assert_near(output, expected)

@@ -121,7 +121,7 @@ class BagSums {
       if (length < 2) continue;
       const T scale = T(1) / static_cast<T>(length);
       T* out = in_output(feature, bag);
-      kernels_.spread_row(1, &out, &scale, dim, out, false);
+      kernels_.spread_row(1, &out, &scale, dim, out, Put::kWrite);
     }
   }
 
@@ -141,7 +141,7 @@ class BagSums {
         if (lookup_.per_sample_weights != nullptr) factors[n] = lookup_.per_sample_weights[*at];
       }
       kernels_.spread_row(n, bags, lookup_.per_sample_weights == nullptr ? nullptr : factors,
-                          lookup_.tables[row.table].dim, hot_rows_ + hot_.find(row.row) * stride_, true);
+                          lookup_.tables[row.table].dim, hot_rows_ + hot_.find(row.row) * stride_, Put::kAdd);
     }
   }
 

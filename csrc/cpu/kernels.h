@@ -51,6 +51,13 @@ struct UpdateRule {
   T correction1, correction2;  // 1 - beta^step
 };
 
+// How a row gets to where it belongs.
+enum class Put : int {
+  kWrite,
+  kAdd,
+  kStream,  // past the caches where whole vectors are aligned; visible to other threads after the writer's next fence
+};
+
 struct KeyKernels {
   // keys[i] = key of indices[i]; a row number out of range counts and becomes row 0. Returns the count.
   int64_t (*from_int32)(const KeyRule& rule, const int32_t* indices, int64_t n, int64_t* keys);
@@ -88,7 +95,7 @@ struct Kernels {
   void (*sum_rows)(int64_t n, const T* const* rows, const T* scales, int64_t dim, T* out, bool accumulate);
 
   // out[i] [dim] (+)= scales[i] * row [dim], for n of them in turn; no scales means 1. `row` may be out[0] if n is 1.
-  void (*spread_row)(int64_t n, T* const* out, const T* scales, int64_t dim, const T* row, bool accumulate);
+  void (*spread_row)(int64_t n, T* const* out, const T* scales, int64_t dim, const T* row, Put put);
 
   T (*dot)(int64_t dim, const T* a, const T* b);
 

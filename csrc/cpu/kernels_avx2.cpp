@@ -24,6 +24,9 @@ inline __attribute__((always_inline)) __m256 load_pieces(const float* p, int64_t
   return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + step), 1);
 }
 
+#define FLOWTT_STREAMS
+inline __attribute__((always_inline)) void stream_aligned(float* p, __m256 x) { _mm256_stream_ps(p, x); }
+
 #include "cpu/kernels.inc"
 
 }  // namespace

@@ -32,6 +32,9 @@ inline __attribute__((always_inline)) __m512 load_pieces(const float* p, int64_t
   return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * step), 3);
 }
 
+#define FLOWTT_STREAMS
+inline __attribute__((always_inline)) void stream_aligned(float* p, __m512 x) { _mm512_stream_ps(p, x); }
+
 #include "cpu/kernels.inc"
 #if FLOWTT_AMX
 #include "cpu/tiles.inc"

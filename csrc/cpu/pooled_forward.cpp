@@ -19,6 +19,8 @@ namespace {
 constexpr int64_t kRowBlock = 8;    // rows of a flow made at once
 constexpr int64_t kPrefetch = 16;   // rows between asking for memory and using it
 constexpr int64_t kSumBlock = 128;  // rows of a bag summed at once
+// An output of this size has left the caches before anyone reads it; what is streamed need not be fetched first.
+constexpr int64_t kStreamedBytes = int64_t{16} << 20;
 
 bool has_one_lookup_bags(const Executor& executor, const Batch& batch) {
   const int64_t bags = batch.num_bags();
@@ -86,7 +88,7 @@ class Forward {
       const auto place = sums->place(task, table, begin == segments_[s].flow_begin);
       make_rows_of(
           segments_[s], begin, end, arena,
-          BagSink<T>(kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, place.bags, *place.rows, true));
+          BagSink<T>(kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, place.bags, *place.rows, Put::kAdd));
     });
     sums->finish();
   }
@@ -105,7 +107,10 @@ class Forward {
   }
 
   BagSink<T> bag_sink(int64_t table) const {
-    return {kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, output_, pooled_, false};
+    const int64_t bytes = lookup_.batch.batch_size * lookup_.total_dim * static_cast<int64_t>(sizeof(T));
+    const bool whole_lines = lookup_.tables[table].dim * sizeof(T) % kAlignment == 0;
+    const Put put = whole_lines && bytes >= kStreamedBytes ? Put::kStream : Put::kWrite;
+    return {kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, output_, pooled_, put};
   }
 
   void spread_hot_rows() const {
@@ -118,6 +123,7 @@ class Forward {
         const T* row = hot_rows_.data() + chunk.hot * widest_;
         bag_sink(hot_.rows()[chunk.hot].table).spread(chunk.begin, chunk.end, row);
       }
+      end_streams();
     });
   }
 
@@ -158,6 +164,7 @@ class Forward {
         arena.clear();
         body(task, static_cast<int64_t>(s), begin, end, &arena);
       }
+      end_streams();
     });
   }
 
@@ -254,7 +261,7 @@ class Forward {
       const int64_t length = lookups_end - lookups;
       if (lookup_.pooling_mode == PoolingMode::kMean && length > 1) {
         const T scale = T(1) / static_cast<T>(length);
-        kernels_.spread_row(1, &out, &scale, dim, out, false);
+        kernels_.spread_row(1, &out, &scale, dim, out, Put::kWrite);
       }
     }
   }

@@ -12,13 +12,20 @@
 
 namespace flowtt::cpu {
 
+// Makes rows that this thread has streamed visible to others.
+inline void end_streams() {
+#if FLOWTT_X86
+  __builtin_ia32_sfence();
+#endif
+}
+
 // Rows are written to the bags that look them up, where these have at most one lookup each, or added to them.
 template <class T>
 class BagSink {
  public:
   // Hot rows are kept at `hot_rows` [hot rows, dim or more], `stride` apart, and nothing else is done with them.
   BagSink(const Kernels<T>& kernels, const Lookup<T>& lookup, const HotRows& hot, T* hot_rows, int64_t stride,
-          int64_t table, T* bags, const PooledRows& pooled, bool adds)
+          int64_t table, T* bags, const PooledRows& pooled, Put put)
       : kernels_(kernels),
         hot_(hot),
         hot_rows_(hot_rows),
@@ -31,9 +38,11 @@ class BagSink {
         table_(table),
         dim_(lookup.tables[table].dim),
         bags_at_(bags),
-        adds_(adds) {}
+        put_(put) {}
 
-  FLOWTT_PREFETCHING void prefetch_row(int64_t row) const { prefetch(bag_of(row_starts_[row]), dim_); }
+  FLOWTT_PREFETCHING void prefetch_row(int64_t row) const {
+    if (put_ != Put::kStream) prefetch(bag_of(row_starts_[row]), dim_);
+  }
 
   // Where a row is to be made: at its final place if it has but one and needs no factor, else in `spare`.
   T* place(int64_t row, T* spare) const {
@@ -61,15 +70,17 @@ class BagSink {
       const int64_t n = std::min(kBlock, end - at);
       for (int64_t i = 0; i < n; ++i) {
         bags[i] = bag_of(at + i);
-        prefetch(bags[i], dim_);
+        if (put_ != Put::kStream) prefetch(bags[i], dim_);
         if (factors_ != nullptr) factors[i] = factors_[lookups_[at + i]];
       }
-      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, row, adds_);
+      kernels_.spread_row(n, bags, factors_ == nullptr ? nullptr : factors, dim_, row, put_);
     }
   }
 
  private:
-  bool is_final(int64_t begin, int64_t end) const { return !adds_ && factors_ == nullptr && end - begin == 1; }
+  bool is_final(int64_t begin, int64_t end) const {
+    return put_ == Put::kWrite && factors_ == nullptr && end - begin == 1;
+  }
 
   // The bag of the lookup that is number i in key order.
   T* bag_of(int64_t i) const { return bags_at_ + pooled_.offset(table_, bags_[lookups_[i]]); }
@@ -85,7 +96,7 @@ class BagSink {
   const T* factors_;
   const int64_t table_, dim_;
   T* bags_at_;
-  const bool adds_;
+  const Put put_;
 };
 
 // For other batches: rows are kept, to be pooled when all are there.
