@@ -95,6 +95,7 @@ class FlowTT(Contender):
         flow: how lookups are grouped, see `flowtt_torchrec.ops.flow_plan`.
         name: what to call it.
         device: where the cores are.
+        materialised_bytes: memory for rows that are made once, for forward passes without gradients.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class FlowTT(Contender):
         flow: str = "prefix",
         name: str = "flowtt",
         device: str = "cpu",
+        materialised_bytes: int = 0,
     ) -> None:
         self.name = name
         self.optimizer = optimizer
@@ -112,6 +114,7 @@ class FlowTT(Contender):
         fused = None if optimizer is None else OptimizerSpec(optimizer, LEARNING_RATE, EPS)
         tables = {f"t{t}": spec for t, spec in enumerate(specs)}
         self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device)
+        self.module.materialise_rows(materialised_bytes, "materialised")
         self._state = dict(self.module.named_buffers())
 
     @property
@@ -129,6 +132,8 @@ class FlowTT(Contender):
 
     def forward(self, batch: Batch) -> Tensor:
         module = self.module
+        if module.materialised is not None and not torch.is_grad_enabled():
+            return module(batch.indices, batch.offsets)
         if module.optimizer is None:
             return ops.lookup(module.weights, module.layout, batch.indices, batch.offsets, flow=self.flow)
         return ops.fused_lookup(
