@@ -16,15 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 D = "distributed/"
 TWINS = f"{D}test_twin_training.py::test_twin_outputs_on_two_ranks"
-SHARED_TWINS = f"{D}test_shared_tables.py::test_twin_outputs"
+ALONE = f"{D}test_twin_matrix.py::test_each_sharding_type_alone"
+MIXED = f"{D}test_twin_matrix.py::test_all_sharding_types_in_one_collection"
 
 DENSE, TT = "dense tables beside TT tables", "TT tables"
 CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
-    ("sharding", DENSE): {"all of TorchRec's": [TWINS, SHARED_TWINS]},
+    ("sharding", DENSE): {"all of TorchRec's": [TWINS, MIXED]},
     ("sharding", TT): {
         "table-wise, column-wise, table-column-wise, row-wise, table-row-wise, data-parallel": [
-            TWINS,
-            SHARED_TWINS,
+            ALONE,
+            MIXED,
             f"{D}test_shared_tables.py::test_training_on_four_ranks_of_two_hosts",
         ],
         "grid and 2D are refused by name": [
@@ -32,13 +33,12 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_sharder_errors.py::test_other_environments_are_refused",
         ],
     },
-    ("fused optimizers", DENSE): {
-        "all of TorchRec's": [f"{D}test_twin_training.py::test_training_beside_dense_tables_equals_plain_autograd"]
-    },
+    ("fused optimizers", DENSE): {"all of TorchRec's": [MIXED]},
     ("fused optimizers", TT): {
         "SGD, Adagrad, row-wise Adagrad, with weight decay": [
             f"{D}test_twin_training.py::test_training_of_tt_tables_alone_equals_plain_autograd",
-            f"{D}test_shared_tables.py::test_training_equals_plain_autograd",
+            f"{D}test_shared_tables.py::test_weight_decay_equals_plain_autograd",
+            ALONE,
         ],
         "any torch optimizer for data-parallel tables. Adam is not fused yet": [
             f"{D}test_optimizers_in_backward.py::test_unsupported_optimizers_are_fine_for_data_parallel_tables"
@@ -46,7 +46,7 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
     },
     ("pooling", DENSE): {"sum, mean": [TWINS]},
     ("pooling", TT): {
-        "sum, mean": [TWINS, SHARED_TWINS, f"{D}test_shared_tables.py::test_sums_beside_means"],
+        "sum, mean": [ALONE, MIXED, f"{D}test_shared_tables.py::test_sums_beside_means"],
         "per-sample weights and their gradient": [
             f"{D}test_twin_training.py::test_position_weights_get_their_gradient",
             f"{D}test_shared_tables.py::test_position_weights_get_their_gradient",
