@@ -14,7 +14,7 @@ from benchmarks.harness import Action
 from benchmarks.workloads import Batch
 from flowtt_torchrec import ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
-from flowtt_torchrec.optimizers import OptimizerSpec
+from flowtt_torchrec.optimizers import OptimizerSpec, state_names
 from flowtt_torchrec.spec import TTSpec
 
 LEARNING_RATE = 0.01
@@ -95,7 +95,7 @@ class FlowTT(Contender):
         flow: how lookups are grouped, see `flowtt_torchrec.ops.flow_plan`.
         name: what to call it.
         device: where the cores are.
-        materialised_bytes: memory for rows that are made once, for forward passes without gradients.
+        dtype: of the cores.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class FlowTT(Contender):
         flow: str = "prefix",
         name: str = "flowtt",
         device: str = "cpu",
-        materialised_bytes: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
         self.optimizer = optimizer
         self.flow = flow
         fused = None if optimizer is None else OptimizerSpec(optimizer, LEARNING_RATE, EPS)
         tables = {f"t{t}": spec for t, spec in enumerate(specs)}
-        self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device)
-        self.module.materialise_rows(materialised_bytes, "materialised")
-        self._state = dict(self.module.named_buffers())
+        self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device, dtype=dtype)
+        names = () if optimizer is None else state_names(optimizer, dtype)
+        self._state = {name: getattr(self.module, name) for name in names}
 
     @property
     def cores(self) -> list[list[Tensor]]:
@@ -132,8 +132,6 @@ class FlowTT(Contender):
 
     def forward(self, batch: Batch) -> Tensor:
         module = self.module
-        if module.materialised is not None and not torch.is_grad_enabled():
-            return module(batch.indices, batch.offsets)
         if module.optimizer is None:
             return ops.lookup(module.weights, module.layout, batch.indices, batch.offsets, flow=self.flow)
         return ops.fused_lookup(

@@ -17,6 +17,8 @@ Row = dict[str, Any]
 _COLOURS = {
     "flowtt": "tab:blue",
     "flowtt_flow_shape": "tab:cyan",
+    "flowtt_bfloat16": "tab:purple",
+    "flowtt_flow_shape_bfloat16": "tab:green",
     "flowtt_call_a_table": "tab:olive",
     "ttrec": "tab:red",
     "ttrec_unique": "tab:orange",

@@ -23,6 +23,11 @@ def comparison(run: Run) -> None:
     contenders = [ours, shaped, ttrec, dense]
     if preset.all_baselines:
         contenders.insert(3, TTRec(ours.cores, unique=True))
+    reduced, reduced_shaped = (
+        FlowTT([spec], name=f"{of.name}_bfloat16", dtype=torch.bfloat16)
+        for of, spec in ((ours, preset.balanced), (shaped, preset.flow_shape))
+    )
+    contenders += [reduced, reduced_shaped]
     for contender in contenders:
         report.add(
             [contender.num_bytes],
@@ -41,7 +46,8 @@ def comparison(run: Run) -> None:
         lineup = LineUp(run, "comparison", Workload((preset.balanced,), distribution, preset.lookups))
         lineup.add(ours, "plan", "forward", "forward_planned", "backward", "step")
         lineup.add(shaped, "forward", "step", p=shaped_columns["p"], parameters=shaped_columns["parameters"])
-        for contender in contenders[2:]:
+        lineup.add(reduced_shaped, "forward", "step", p=shaped_columns["p"], parameters=shaped_columns["parameters"])
+        for contender in (*contenders[2:-2], reduced):
             lineup.add(contender, "forward", "step")
         size = preset.gemm_size
         lineup.add_action(_GEMM, _gemm(size), contender="torch.mm", operation=f"{size}^3", **_NO_TABLE)
@@ -62,6 +68,12 @@ def comparison(run: Run) -> None:
             "the same for the flow shape, at no more parameters",
             measured.ratios(key(shaped, "step"), key(dense, "step")),
         )
+        for name, narrow, wide in (("", reduced, ours), ("flow_shape_", reduced_shaped, shaped)):
+            report.figure(
+                f"{name}bfloat16_step_over_float32_{short}",
+                f"time of a step with bfloat16 cores over that with float32 ones{', flow shape' if name else ''}",
+                measured.ratios(key(narrow, "step"), key(wide, "step")),
+            )
         _count(run, ours, lineup, measured, short)
     report.figure(
         "flow_shape_dense_over_our_bytes",

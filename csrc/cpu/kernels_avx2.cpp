@@ -27,6 +27,14 @@ inline __attribute__((always_inline)) __m256 load_pieces(const float* p, int64_t
 #define FLOWTT_STREAMS
 inline __attribute__((always_inline)) void stream_aligned(float* p, __m256 x) { _mm256_stream_ps(p, x); }
 
+#define FLOWTT_WIDENS_WORDS
+// 8 numbers of 16 bits, each in 32.
+typedef uint32_t WidenedWords __attribute__((vector_size(32)));
+inline __attribute__((always_inline)) WidenedWords widen_words(const uint16_t* p) {
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<WidenedWords>(_mm256_cvtepu16_epi32(words));
+}
+
 #include "cpu/kernels.inc"
 
 }  // namespace

@@ -35,6 +35,14 @@ inline __attribute__((always_inline)) __m512 load_pieces(const float* p, int64_t
 #define FLOWTT_STREAMS
 inline __attribute__((always_inline)) void stream_aligned(float* p, __m512 x) { _mm512_stream_ps(p, x); }
 
+#define FLOWTT_WIDENS_WORDS
+// 16 numbers of 16 bits, each in 32.
+typedef uint32_t WidenedWords __attribute__((vector_size(64)));
+inline __attribute__((always_inline)) WidenedWords widen_words(const uint16_t* p) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return reinterpret_cast<WidenedWords>(_mm512_maskz_cvtepu16_epi32(0xffff, words));
+}
+
 #include "cpu/kernels.inc"
 #if FLOWTT_AMX
 #include "cpu/tiles.inc"

@@ -71,10 +71,13 @@ class MutableWeights {
   template <class Body>
   void change(int64_t at, int64_t n, const Body& body) const {
     if (narrow_ == nullptr) return body(data_ + at);
-    const Buffer<T> wide(static_cast<size_t>(n));
-    narrow_->widen(n, narrow_data_ + at, wide.data());
-    body(wide.data());
-    narrow_->narrow(n, wide.data(), rounding_seed_, at, narrow_data_ + at);
+    constexpr int64_t kSmall = 1024;
+    alignas(kAlignment) T small[kSmall];
+    const Buffer<T> large(n > kSmall ? static_cast<size_t>(n) : 0);
+    T* wide = n > kSmall ? large.data() : small;
+    narrow_->widen(n, narrow_data_ + at, wide);
+    body(wide);
+    narrow_->narrow(n, wide, rounding_seed_, at, narrow_data_ + at);
   }
 
  private:

@@ -23,6 +23,7 @@ from flowtt_torchrec import ops
 FIGURES = {
     *(f"{f}_{d}" for f in ("forward_vs_ttrec", "step_vs_ttrec") for d in ("zipf", "scattered", "uniform")),
     *(f"{f}_{d}" for f in ("step_vs_tbe", "flow_shape_step_vs_tbe") for d in ("zipf", "scattered", "uniform")),
+    *(f"{f}bfloat16_step_over_float32_{d}" for f in ("", "flow_shape_") for d in ("zipf", "scattered", "uniform")),
     "gemm_fraction_uniform_forward",
     "gemm_fraction_uniform_backward",
     "growth",
