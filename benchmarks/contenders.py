@@ -95,6 +95,7 @@ class FlowTT(Contender):
         flow: how lookups are grouped, see `flowtt_torchrec.ops.flow_plan`.
         name: what to call it.
         device: where the cores are.
+        materialised_bytes: memory for rows that are made once, for forward passes without gradients.
         dtype: of the cores.
     """
 
@@ -106,6 +107,7 @@ class FlowTT(Contender):
         flow: str = "prefix",
         name: str = "flowtt",
         device: str = "cpu",
+        materialised_bytes: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
@@ -114,6 +116,7 @@ class FlowTT(Contender):
         fused = None if optimizer is None else OptimizerSpec(optimizer, LEARNING_RATE, EPS)
         tables = {f"t{t}": spec for t, spec in enumerate(specs)}
         self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device, dtype=dtype)
+        self.module.materialise_rows(materialised_bytes, "materialised")
         names = () if optimizer is None else state_names(optimizer, dtype)
         self._state = {name: getattr(self.module, name) for name in names}
 
@@ -132,6 +135,8 @@ class FlowTT(Contender):
 
     def forward(self, batch: Batch) -> Tensor:
         module = self.module
+        if module.materialised is not None and not torch.is_grad_enabled():
+            return module(batch.indices, batch.offsets)
         if module.optimizer is None:
             return ops.lookup(module.weights, module.layout, batch.indices, batch.offsets, flow=self.flow)
         return ops.fused_lookup(

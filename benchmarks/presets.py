@@ -32,6 +32,7 @@ class Preset:
         lookups_a_table: lookups of each table of a group.
         mixed: tables of a group of very different sizes.
         mixed_lookups: lookups of each of them.
+        inference_rows: rows of the tables that are looked up with frozen cores.
         gemm_size: rows and columns of the matrix product that counts as the machine's rate.
         ttrec_bytes: the TT-Rec baseline is left out where its gathered slices take more.
         on_device: tables of the question that runs on GPUs too.
@@ -63,6 +64,7 @@ class Preset:
     lookups_a_table: tuple[int, ...] = (32,)
     mixed: tuple[TTSpec, ...] = mixed_tables(26, 10_000_000)
     mixed_lookups: int = 4096
+    inference_rows: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     gemm_size: int = 2048
     ttrec_bytes: int = 2_500_000_000
     on_device: tuple[TTSpec, ...] = (
@@ -89,7 +91,20 @@ PRESETS = {
     # What docs and plots are made from.
     "full": Preset(
         "full",
-        (*_FIGURES, "optimizers", "flows", "mixed", "batch", "pooling", "ranks", "dims", "cores", "shapes"),
+        (
+            *_FIGURES,
+            "optimizers",
+            "flows",
+            "mixed",
+            "balance",
+            "inference",
+            "batch",
+            "pooling",
+            "ranks",
+            "dims",
+            "cores",
+            "shapes",
+        ),
         Effort(rounds=15, seconds=60),
         Effort(rounds=9, seconds=90),
         pooled_lookups=655_360,
@@ -115,6 +130,7 @@ PRESETS = {
         lookups_a_table=(4,),
         mixed=mixed_tables(3, 3000),
         mixed_lookups=16,
+        inference_rows=(100,),
         gemm_size=64,
         on_device=(_SMALL,),
     ),

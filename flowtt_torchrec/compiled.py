@@ -16,6 +16,8 @@ from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.precision import TO_NEAREST, compute_dtype
 from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode, check_rows
 
+_UPDATE_FOR_GRAPHS = "pooled_backward_update_for_graphs"
+
 
 class CompiledOps:
     """The ops that a loaded library defines.
@@ -39,8 +41,28 @@ class CompiledOps:
             ("pooled_backward_update", _fake_pooled_backward_update),
         ):
             torch.library.register_fake(f"{self._namespace}::{name}", fake)
+        self._register_update_for_graphs()
         torch.library.register_autograd(
             f"{self._namespace}::pooled_forward", self._pooled_forward_gradient, setup_context=_save_for_backward
+        )
+
+    def _register_update_for_graphs(self) -> None:
+        """``pooled_backward_update`` with a tensor for the learning rate, which the schema's float makes a constant.
+
+        A compiled graph would otherwise be made anew for every learning rate of a schedule.
+        """
+        update = self._ops.pooled_backward_update.default
+        place = [argument.name for argument in update._schema.arguments].index("learning_rate")
+        signature = str(update._schema).partition("(")[2].replace("float learning_rate", "Tensor learning_rate")
+
+        def with_float(*args: Any) -> Tensor:
+            return update(*args[:place], args[place].item(), *args[place + 1 :])
+
+        self._library = torch.library.Library(self._namespace, "FRAGMENT")
+        self._library.define(f"{_UPDATE_FOR_GRAPHS}({signature}")
+        self._library.impl(_UPDATE_FOR_GRAPHS, with_float, "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            f"{self._namespace}::{_UPDATE_FOR_GRAPHS}", _fake_pooled_backward_update, lib=self._library
         )
 
     def flow_plan(
@@ -127,9 +149,12 @@ class CompiledOps:
         per_sample_weights_grad: bool = False,
         step: int = 0,
         rounding_seed: int = TO_NEAREST,
+        learning_rate: Tensor | None = None,  # for a compiled graph, in the place of the optimizer's
     ) -> Tensor:
         self._mirror_determinism(weights)
-        return self._ops.pooled_backward_update(
+        in_graph = learning_rate is not None
+        update = getattr(self._ops, _UPDATE_FOR_GRAPHS) if in_graph else self._ops.pooled_backward_update
+        return update(
             grad_output.contiguous(),
             weights,
             momentum1,
@@ -142,7 +167,7 @@ class CompiledOps:
             int(pooling_mode),
             per_sample_weights_grad,
             KINDS.index(optimizer.kind),
-            optimizer.learning_rate,
+            learning_rate if in_graph else optimizer.learning_rate,
             optimizer.eps,
             optimizer.weight_decay,
             optimizer.beta1,

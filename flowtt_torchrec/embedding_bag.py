@@ -205,6 +205,9 @@ class BatchedTTEmbeddingBags(_FlatCores):
         self.bounds_check_mode = bounds_check_mode
         self.seed = seed
         self.keep_forward_weights = keep_forward_weights
+        # A new tensor for every value: a compiled graph keeps the one of its forward until backward.
+        rate = None if optimizer is None else torch.tensor(optimizer.learning_rate, dtype=torch.float64, device="cpu")
+        self._learning_rate = rate
         self.reset_parameters()
 
     @torch.no_grad()
@@ -268,6 +271,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
             pooling=self.pooling,
             bounds_check_mode=self.bounds_check_mode,
             seed=self.seed,
+            learning_rate=self._learning_rate,
         )
 
     @torch.no_grad()
@@ -302,6 +306,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
                 "no fused optimizer; set the learning rate in the torch optimizer that steps these tables"
             )
         self.optimizer = dataclasses.replace(self.optimizer, learning_rate=learning_rate)
+        self._learning_rate = torch.tensor(learning_rate, dtype=torch.float64, device="cpu")
 
     def extra_repr(self) -> str:
         layout = self.layout

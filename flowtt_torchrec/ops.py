@@ -187,6 +187,7 @@ def fused_lookup(
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     flow: str = "prefix",
     seed: int = 0,
+    learning_rate: Tensor | None = None,
 ) -> Tensor:
     """As `lookup`, but backward steps the optimizer on ``weights`` and ``state`` in place.
 
@@ -196,6 +197,8 @@ def fused_lookup(
         optimizer: the optimizer, with the learning rate of this step.
         state: its state, as `flowtt_torchrec.optimizers.init_state` makes it.
         seed: of stochastic rounding, together with the number of the step.
+        learning_rate: that of ``optimizer`` once more, float64 ``[]`` on the CPU. Under ``torch.compile`` this is what
+            is read, so that a schedule does not make the graph anew for every learning rate.
 
     Raises:
         RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
@@ -213,9 +216,8 @@ def fused_lookup(
         )
     kept = [state[name] if name in names else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
     mode = _option("pooling", pooling, _POOLING)
-    return _FusedLookup.apply(
-        weights, per_sample_weights, *kept, offsets, *plan, layout, optimizer, seed, mode, _backend()
-    )
+    args = per_sample_weights, *kept, learning_rate, offsets, *plan, layout, optimizer, seed, mode, _backend()
+    return _FusedLookup.apply(weights, *args)
 
 
 def collected_lookup(
@@ -282,9 +284,12 @@ class _CollectedLookup(torch.autograd.Function):
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
-        per_sample_weights, momentum1, momentum2, steps, offsets, *plan, layout, optimizer, seed, mode, backend = args
+        per_sample_weights, momentum1, momentum2, steps, rate, offsets, *plan = args[:-5]
+        layout, optimizer, seed, mode, backend = args[-5:]
         # A compiled graph guards its saved tensors itself, and cannot trace versions.
-        ctx.weights, ctx.version = weights, None if torch.compiler.is_compiling() else weights._version
+        compiling = torch.compiler.is_compiling()
+        ctx.weights, ctx.version = weights, None if compiling else weights._version
+        ctx.rate = {"learning_rate": rate} if compiling and rate is not None else {}
         ctx.momentum1, ctx.momentum2, ctx.steps = momentum1, momentum2, steps
         ctx.save_for_backward(per_sample_weights, offsets, *plan)
         ctx.layout, ctx.optimizer, ctx.seed, ctx.mode, ctx.backend = layout, optimizer, seed, mode, backend
@@ -317,6 +322,7 @@ class _FusedLookup(torch.autograd.Function):
             wants_per_sample_weights,
             step,
             ctx.optimizer.rounding_seed(ctx.weights.dtype, ctx.seed, step),
+            **ctx.rate,
         )
         if ctx.steps is not None:
             ctx.steps.add_(1)

@@ -48,6 +48,7 @@ TESTS = (
     "tests/distributed/test_planner.py",
     "tests/distributed/test_stats.py",
     "tests/distributed/test_twin_training.py",
+    "tests/distributed/test_twin_matrix.py",
     "tests/distributed/test_shared_tables.py",
     "tests/distributed/test_optimizers_in_backward.py",
     "tests/distributed/test_sharder_errors.py",
@@ -57,6 +58,7 @@ TESTS = (
     "tests/distributed/test_reshard_checkpoints.py",
     "tests/test_native.py",
     "tests/test_embedding_bag.py",
+    "tests/test_graphs.py",
 )
 DEVELOPMENT = ("pytest", "pytest-timeout", "hypothesis")
 

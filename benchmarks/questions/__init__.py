@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.questions.balance import balance
 from benchmarks.questions.comparison import comparison
 from benchmarks.questions.device import device
 from benchmarks.questions.distributions import distributions
 from benchmarks.questions.growth import growth
+from benchmarks.questions.inference import inference
 from benchmarks.questions.memory import memory
 from benchmarks.questions.run import Run
 from benchmarks.questions.sweeps import batch, cores, dims, flows, optimizers, pooling, ranks, shapes
@@ -24,6 +26,8 @@ QUESTIONS: dict[str, Callable[[Run], None]] = {
         optimizers,
         flows,
         mixed,
+        balance,
+        inference,
         batch,
         pooling,
         ranks,

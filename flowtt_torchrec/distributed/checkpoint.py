@@ -140,8 +140,9 @@ def _check_not_adams(leaf: _Leaf, stored: Mapping[str, Any]) -> None:
 
 
 def _a_step_like(leaf: _Leaf, stored: Mapping[str, Any]) -> str | None:
-    """The number of steps of another parameter, for a dense optimizer's that the checkpoint has not."""
-    if leaf.path[-1] != STEP or _fused_prefix(leaf.path) is None or ".".join(leaf.read_as) in stored:
+    """The number of steps of another parameter, where the checkpoint has none of this one."""
+    prefix = _fused_prefix(leaf.path)
+    if prefix is None or leaf.path[-1] not in (STEP, prefix + STEP) or ".".join(leaf.read_as) in stored:
         return None
     beginning = ".".join(leaf.path[:-2]) + "."
     return min((key for key in stored if key.startswith(beginning) and key.endswith(f".{STEP}")), default=None)

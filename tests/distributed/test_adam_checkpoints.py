@@ -122,6 +122,25 @@ def test_adams_state_is_not_taken_for_adagrads(one_rank: Callable[..., Any], tmp
             one_rank(load_as_adagrads, tmp_path / source, plan)
 
 
+def without_steps_of_one_table(rank: int, world_size: int, folder: Path) -> None:
+    """As a dense table of TorchRec's is saved, or a core that no one rounded."""
+    model, optimizers = build("table-wise", world_size)
+    train(model, optimizers, range(2))
+    state = optimizers.state_dict()
+    for k in range(3):
+        del state["state"][f"ebc.embedding_bags.a.tt_core{k}"][f"a.tt_core{k}.step"]
+    dcp.save({"optimizer": state}, checkpoint_id=folder)
+    _, others = build("table-wise", world_size)
+    loaded = {"optimizer": others.state_dict()}
+    checkpoint.load(loaded, folder)
+    others.load_state_dict(loaded["optimizer"])
+    assert {float(step) for *_, step in state_of(others).values()} == {2}
+
+
+def test_a_missing_number_of_steps_is_that_of_the_others(one_rank: Callable[..., Any], tmp_path: Path) -> None:
+    one_rank(without_steps_of_one_table, tmp_path)
+
+
 def two_counts(rank: int, world_size: int) -> None:
     model, optimizers = build("table-wise", world_size)
     train(model, optimizers, range(2))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
+from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from twins import (
@@ -302,3 +303,18 @@ def test_where_semi_synchronous_training_is_an_error(
     one_rank: Callable[..., Any],
 ) -> None:
     one_rank(late_gradients_refused)
+
+
+def traced(rank: int, world_size: int) -> None:
+    """As for TorchRec's own collection: a leaf, and not scriptable."""
+    for dense in (False, True):
+        model = make_model(mixed_tables(), world_size, dense=dense)[0].module
+        graph = Tracer(leaf_modules=[type(model.ebc).__name__]).trace(model)
+        called = [node.target for node in graph.nodes if node.op == "call_module"]
+        assert called == ["ebc", "over.0", "over.1", "over.2"]
+        with pytest.raises(NotImplementedError):
+            torch.jit.script(model)
+
+
+def test_fx_traces_a_model_with_a_sharded_collection(one_rank: Callable[..., Any]) -> None:
+    one_rank(traced)
