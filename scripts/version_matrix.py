@@ -53,6 +53,7 @@ TESTS = (
     "tests/distributed/test_optimizers_in_backward.py",
     "tests/distributed/test_sharder_errors.py",
     "tests/distributed/test_variable_batch.py",
+    "tests/distributed/test_fp_embeddingbag.py",
     "tests/distributed/test_pipelines.py",
     "tests/distributed/test_checkpoints.py",
     "tests/distributed/test_reshard_checkpoints.py",

@@ -5,6 +5,7 @@ from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseF
 from flowtt_torchrec.distributed.embeddingbag import ShardedTTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.enumerators import TTEmbeddingEnumerator
 from flowtt_torchrec.distributed.estimators import TTPerfEstimator, TTStorageEstimator
+from flowtt_torchrec.distributed.fp_embeddingbag import TTFeatureProcessedEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.planner import TTEmbeddingShardingPlanner
 from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
@@ -20,6 +21,7 @@ __all__ = [
     "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingEnumerator",
     "TTEmbeddingShardingPlanner",
+    "TTFeatureProcessedEmbeddingBagCollectionSharder",
     "TTPerfEstimator",
     "TTStorageEstimator",
     "compat",

@@ -16,7 +16,6 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
-from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.estimators import (
     CUSTOMIZED_KERNEL,
     DATA_PARALLEL,
@@ -25,6 +24,7 @@ from flowtt_torchrec.distributed.estimators import (
     TTStorageEstimator,
     is_tt,
 )
+from flowtt_torchrec.distributed.fp_embeddingbag import TT_SHARDERS
 from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
 from flowtt_torchrec.spec import TTSpec
 
@@ -102,8 +102,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         missing = {o.fqn for o in options if o.name in self._compression.keys() - offered and self._may_be_tt(o)}
         if missing:
             raise ValueError(
-                f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder with "
-                "the planner's compression first among the sharders"
+                f"no sharder offers the TT kernel for {sorted(missing)}; put a TTEmbeddingBagCollectionSharder "
+                "(TTFeatureProcessedEmbeddingBagCollectionSharder for a collection with feature processors) with the "
+                "planner's compression last among the sharders"
             )
         kept = [o for o in options if self._is_offered(o)]
         left = {o.fqn for o in kept}
@@ -162,7 +163,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         sketches = {
             (name, kind): self._sketch(child, name, parameter, kind)
             for sharder, child, name, parameter in _tables(module, sharders)
-            if name in self._compression and isinstance(sharder, TTEmbeddingBagCollectionSharder)
+            if name in self._compression and isinstance(sharder, TT_SHARDERS)
             for kind in (TABLE_WISE, *_SEVERAL_RANKS)
             if self._may_gain(name, kind)
         }
@@ -234,7 +235,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             if spec is None:
                 continue
             spec.check_table(name, *parameter.shape)
-            if not isinstance(sharder, TTEmbeddingBagCollectionSharder):
+            if not isinstance(sharder, TT_SHARDERS):
                 continue
             if sharder.plan_chooses != self._dense_too:
                 raise ValueError("the planner or the sharder has an AutoCompression, but not both; pass both the same")
