@@ -131,6 +131,20 @@ def against_baselines(question: str, column: str, label: str) -> Callable[[Seque
     return draw
 
 
+def flow_shape_gains(rows: Sequence[Row], figures: dict[str, float], axes: Any) -> bool:
+    """Step of the balanced shape over that of the flow shape, at no more parameters."""
+    rows = select(rows, question="flow_shapes", contender="flowtt_flow", unit="ms")
+    tables = list(dict.fromkeys(f"{row['rows']}x{row['dim']}" for row in rows))
+    for place, kind in enumerate(("zipf", "scattered", "uniform")):
+        gains = [figures[f"balanced_over_flow_shape_{table}_{kind}"] for table in tables]
+        axes.bar([t + 0.27 * (place - 1) for t in range(len(tables))], gains, 0.25, label=kind)
+    axes.set_xticks(range(len(tables)), [table.replace("x", "\nx ") for table in tables], fontsize=8)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("times faster")
+    axes.legend()
+    return bool(tables)
+
+
 def breakdown(rows: Sequence[Row], figures: dict[str, float], axes: Any) -> bool:
     """Where the time of a step goes."""
     rows = select(rows, question="comparison", contender="flowtt", unit="ms")
@@ -227,6 +241,7 @@ PLOTS: dict[str, Callable[[Sequence[Row], dict[str, float], Any], bool]] = {
     "ranks_against_baselines": against_baselines("ranks", "ranks", "TT ranks"),
     "dims_against_baselines": against_baselines("dims", "dim", "columns of the table"),
     "cores_against_baselines": against_baselines("cores", "p", "factors of the rows"),
+    "flow_shape_gains": flow_shape_gains,
     "breakdown": breakdown,
     "memory_and_time": memory_and_time,
     "peak_memory": peak_memory,

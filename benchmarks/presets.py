@@ -28,6 +28,7 @@ class Preset:
         ranks: TT ranks, where they are the question.
         shapes: factors of the rows, where they are the question: as peers choose them, then smaller middle factors,
             then larger last ones.
+        shaped_tables: rows, columns and rank of tables whose flow shapes are compared with balanced ones.
         tables: tables of a group; the last one is the largest.
         lookups_a_table: lookups of each table of a group.
         mixed: tables of a group of very different sizes.
@@ -59,6 +60,16 @@ class Preset:
         (250, 40, 1000),
         (400, 25, 1000),
         (50, 40, 5000),
+    )
+    shaped_tables: tuple[tuple[int, int, int], ...] = (
+        (1_000_000, 32, 16),
+        (1_000_000, 64, 32),
+        (10_000_000, 64, 32),
+        (10_000_000, 128, 64),
+        (40_000_000, 128, 32),
+        (100_000_000, 64, 32),
+        (1_000_000_000, 64, 32),
+        (4_000_000_000, 64, 32),
     )
     tables: tuple[int, ...] = (788,)
     lookups_a_table: tuple[int, ...] = (32,)
@@ -104,6 +115,7 @@ PRESETS = {
             "dims",
             "cores",
             "shapes",
+            "flow_shapes",
         ),
         Effort(rounds=15, seconds=60),
         Effort(rounds=9, seconds=90),
@@ -126,6 +138,7 @@ PRESETS = {
         pooled_lookups=320,
         ranks=(4, 8),
         shapes=((20, 20, 20), (10, 8, 100)),
+        shaped_tables=((8000, 16, 8),),
         tables=(1, 5),
         lookups_a_table=(4,),
         mixed=mixed_tables(3, 3000),

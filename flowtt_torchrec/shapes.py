@@ -1,10 +1,4 @@
-"""Rules that choose the factors of a tensor-train table, and the cost model behind them.
-
-A batch of ``U`` distinct rows, scattered over the table, meets about ``C (1 - exp(-U / C))`` of its ``C`` prefixes
-(occupancy). A training step makes the product of every prefix in forward and takes three such products in backward: the
-same again, and a gradient towards either side. Every distinct row takes one product with the last core in forward and
-two in backward. So fewer prefixes, that is a larger last factor, make a step cheaper.
-"""
+"""Rules that choose the factors of a tensor-train table."""
 
 from __future__ import annotations
 
@@ -15,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowtt_torchrec.step_model import step_costs
+
 OBJECTIVES = ("balanced", "memory", "flow")
 DEFAULT_LOOKUPS = 32_768
 
-_PREFIX_PASSES, _ROW_PASSES = 4, 3
-# A row's slice of the last core is read in forward, read in backward, and its gradient read and written. Caches deliver
-# about a byte in the time of this many operations.
-_SLICE_PASSES, _FLOPS_A_BYTE = 4, 2
+# The model errs by a quarter at times, so a flow shape must beat the balanced one by this much in every case, or by
+# more in the mean.
+_SURELY_FASTER, _CAUTION = 0.9, 10.0
 _STEPS_PER_OCTAVE = 4  # how finely factors of the rows are tried
 _LEAST_FACTOR = 8  # of the rows, where the table has that many; a core of fewer slices adds next to nothing
 
@@ -58,59 +53,49 @@ def search_shape(
     """The best shape for an objective within a budget of parameters.
 
     Args:
-        objective: ``"memory"``, the fewest parameters, or ``"flow"``, the cheapest training step by `step_cost`.
+        objective: ``"memory"``, the fewest parameters, or ``"flow"``, the cheapest training step by
+            `flowtt_torchrec.step_model`, in the mean of its cases and surely no dearer than balanced in any.
         num_embeddings: rows.
         embedding_dim: columns.
         rank: the most that an inner rank may be.
         cores: the numbers of cores to choose from.
-        lookups: lookups a batch, for ``"flow"`` taken as all of different rows.
+        lookups: lookups a batch, for ``"flow"``.
         max_parameters: the budget; what `balanced_shape` with three cores takes if not given.
 
     Raises:
         ValueError: if no shape fits the budget.
     """
-    budget = max_parameters or balanced_shape(num_embeddings, embedding_dim, rank, 3).num_parameters
+    peers = balanced_shape(num_embeddings, embedding_dim, rank, 3)
+    budget = max_parameters or peers.num_parameters
+    peers_costs = step_costs(*peers, num_embeddings, lookups)
+
+    def rate(p: Sequence[Any], q: Sequence[int], ranks: Sequence[Any], size: Any) -> Any:
+        if objective == "memory":
+            return size
+        ratios = (step_costs(p, q, ranks, num_embeddings, lookups).T / peers_costs).T
+        return ratios.mean(0) + _CAUTION * np.maximum(0, ratios.max(0) - _SURELY_FASTER)
+
     found = []
     for num_cores in cores:
         shape = balanced_shape(num_embeddings, embedding_dim, rank, num_cores)  # may be tighter than any of the grid
         if shape.num_parameters <= budget:
-            cost = shape.num_parameters if objective == "memory" else step_cost(shape, num_embeddings, lookups)
-            found.append((float(cost), shape.num_parameters, shape))
+            rating = 1.0 if shape == peers and objective == "flow" else rate(*shape, shape.num_parameters)
+            found.append((float(rating), shape.num_parameters, shape))
         p = _row_factors(num_embeddings, num_cores)
         for q in _column_factors(embedding_dim, num_cores):
             ranks = largest_ranks(p, q, (np.full_like(p[0], rank),) * (num_cores - 1))
             size = sum(p[k] * a * q[k] * b for k, (a, b) in enumerate(zip((1, *ranks), (*ranks, 1))))
-            costs = size if objective == "memory" else _step_cost(p, q, ranks, num_embeddings, lookups)
-            best = int(np.argmin(np.where(size <= budget, costs, np.inf)))
+            ratings = rate(p, q, ranks, size)
+            best = int(np.argmin(np.where(size <= budget, ratings, np.inf)))
             if size[best] <= budget:
                 shape = Shape(tuple(int(x[best]) for x in p), q, tuple(int(x[best]) for x in ranks))
-                found.append((float(costs[best]), int(size[best]), shape))
+                found.append((float(ratings[best]), int(size[best]), shape))
     if not found:
         raise ValueError(
             f"no tensor train of rank {rank} for {num_embeddings:,} x {embedding_dim} has as few as {budget:,} "
             "parameters; lower the rank or raise max_parameters"
         )
     return min(found)[2]
-
-
-def step_cost(shape: Shape, num_embeddings: int, lookups: int) -> float:
-    """Expected cost of a training step on ``lookups`` different rows, in floating-point operations."""
-    p, ranks = ([np.asarray(x) for x in part] for part in (shape.p, shape.ranks))
-    return float(_step_cost(p, shape.q, ranks, num_embeddings, lookups))
-
-
-def _step_cost(
-    p: Sequence[np.ndarray], q: Sequence[int], ranks: Sequence[np.ndarray], num_embeddings: int, lookups: int
-) -> np.ndarray:
-    rows = num_embeddings * -np.expm1(-lookups / num_embeddings)
-    in_use = np.ceil(num_embeddings / p[-1])
-    prefixes = in_use * -np.expm1(-rows / in_use)
-    a_prefix, columns = np.zeros_like(prefixes), q[0]
-    for k in range(1, len(q) - 1):
-        a_prefix = a_prefix + 2.0 * columns * ranks[k - 1] * q[k] * ranks[k]
-        columns *= q[k]
-    a_row = _ROW_PASSES * 2.0 * columns * q[-1] * ranks[-1] + _SLICE_PASSES * _FLOPS_A_BYTE * 4.0 * ranks[-1] * q[-1]
-    return _PREFIX_PASSES * prefixes * a_prefix + rows * a_row
 
 
 def _row_factors(num_embeddings: int, num_cores: int) -> list[np.ndarray]:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtt_torchrec.shapes import balanced_cover, balanced_factors, balanced_shape, ordered_factors, step_cost
+from flowtt_torchrec.shapes import balanced_cover, balanced_factors, ordered_factors
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.step_model import CASES, step_costs
 
 
 @given(rows=st.integers(1, 10**12), count=st.integers(2, 4))
@@ -46,22 +47,31 @@ def test_each_objective_is_better_at_what_it_is_for(rows: int) -> None:
     memory = TTSpec.suggest(rows, 64, 32, objective="memory")
     flow = TTSpec.suggest(rows, 64, 32, objective="flow")
     assert memory.num_parameters < balanced.num_parameters / 2
-    assert flow.num_prefixes < balanced.num_prefixes / 2
-
-    shape = balanced_shape(rows, 64, 32, 3)
-    found = type(shape)(flow.p, flow.q, flow.ranks)
-    assert step_cost(found, rows, 32_768) < step_cost(shape, rows, 32_768) / 2
+    costs, flow_costs = (step_costs(s.p, s.q, s.ranks, rows, 32_768) for s in (balanced, flow))
+    assert (flow_costs < costs / 1.5).all()
 
 
-def test_the_step_cost_counts_prefixes_by_occupancy() -> None:
-    shape = balanced_shape(1000, 8, 4, 3)
-    assert shape.p == (10, 10, 10)
-    assert shape.q == (2, 2, 2)
-    a_prefix, a_row = 4 * 2 * 2 * 4 * 2 * 4, 3 * 2 * 8 * 4 + 4 * 2 * 4 * 4 * 2
-    # So many lookups that all rows and prefixes occur.
-    assert step_cost(shape, 1000, 10**6) == pytest.approx(100 * a_prefix + 1000 * a_row, rel=1e-4)
+def test_the_step_model_counts_prefixes_by_occupancy() -> None:
+    p, q, ranks = (10, 10, 10), (2, 2, 2), (4, 4)
+    a_row = 25.0 + 0.043 * 2 * 8 * 4
+    a_prefix = 235.0 + 0.033 * 2 * 2 * 4 * 2 * 4 + 0.05 * 4 * 2 * 4
+    cores = 0.26 * 10 * 4 * 4 * 2 * 4 + 0.185 * 4 * (10 * 2 * 4 + 10 * 4 * 2 * 4 + 10 * 4 * 2)
+    # So many lookups that all rows and prefixes occur, however they are distributed.
+    every = step_costs(p, q, ranks, 1000, 10**9)
+    assert every == pytest.approx([1000 * a_row + 100 * a_prefix + cores] * len(CASES), rel=0.02)
     rows = 1000 * (1 - math.exp(-0.05))
-    assert step_cost(shape, 1000, 50) == pytest.approx(100 * (1 - math.exp(-rows / 100)) * a_prefix + rows * a_row)
+    prefixes = 100 * (1 - math.exp(-rows / 100))
+    middle = (1 - math.exp(-prefixes / 10)) * 0.26 * 10 * 4 * 4 * 2 * 4
+    expected = rows * a_row + prefixes * a_prefix + middle + cores - 0.26 * 10 * 4 * 4 * 2 * 4
+    assert step_costs(p, q, ranks, 1000, 50)[0] == pytest.approx(expected)
+
+
+def test_the_step_model_knows_skew_and_the_cache() -> None:
+    uniform, scattered, in_order = step_costs((200, 220, 250), (4, 4, 4), (32, 32), 10**7, 32_768)
+    assert uniform > 1.5 * scattered > 1.5 * 1.2 * in_order
+    # The same prefixes, but a last core that no cache holds.
+    near, far = (step_costs((100, 100, last), (4, 4, 4), (32, 32), 10**4 * last, 32_768)[0] for last in (1000, 64_000))
+    assert far > 1.5 * near
 
 
 def test_a_budget_may_be_given_and_may_be_too_small() -> None:

@@ -8,6 +8,7 @@ from benchmarks.questions.balance import balance
 from benchmarks.questions.comparison import comparison
 from benchmarks.questions.device import device
 from benchmarks.questions.distributions import distributions
+from benchmarks.questions.flow_shapes import flow_shapes
 from benchmarks.questions.growth import growth
 from benchmarks.questions.inference import inference
 from benchmarks.questions.memory import memory
@@ -34,6 +35,7 @@ QUESTIONS: dict[str, Callable[[Run], None]] = {
         dims,
         cores,
         shapes,
+        flow_shapes,
     )
 }
 DEVICE_QUESTIONS = {"device": device}  # the only ones that --device cuda answers

@@ -13,7 +13,7 @@ from benchmarks.report import load
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     path = tmp_path / "r.csv"
-    questions = ["comparison", "growth", "distributions", "ranks"]
+    questions = ["comparison", "growth", "distributions", "ranks", "flow_shapes"]
     lookup.run(PRESETS["smoke"], questions, 1, ["test"]).write_csv(path)
     return path
 
@@ -28,7 +28,8 @@ def test_all_plots_that_have_numbers_are_drawn(results: Path, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     written = plot.draw_all([results], tmp_path / "plots")
     assert {path.stem for path in written} == {
-        *("ratios", "time_by_distribution", "time_by_batch", "ranks_against_baselines", "breakdown", "memory_and_time")
+        *("ratios", "time_by_distribution", "time_by_batch", "ranks_against_baselines", "flow_shape_gains"),
+        *("breakdown", "memory_and_time"),
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
