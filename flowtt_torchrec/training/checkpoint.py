@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from flowtt_torchrec.distributed import checkpoint
 from flowtt_torchrec.training.errors import CheckpointError
 
 _STATE_FILE = "state.json"
@@ -95,7 +96,7 @@ class Checkpoints:
             CheckpointError: a tensor is missing or has another shape, or a file is damaged.
         """
         try:
-            dcp.load(tensors, checkpoint_id=self.path(step))
+            checkpoint.load(tensors, self.path(step))
         except (OSError, ValueError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(
                 f"cannot read the checkpoint {self.path(step)}: {_reason(error)}. Remove it to continue from the one "

@@ -22,7 +22,7 @@ from flowtt_torchrec.training.options import DryRun, Invocation
 from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs
 from flowtt_torchrec.training.quiet import quiet_libraries
 from flowtt_torchrec.training.report import build_report, show_breakdown, show_metrics, write_report
-from flowtt_torchrec.training.resume import RunState, saved_sharding_types, saved_tensor_trains
+from flowtt_torchrec.training.resume import RunState, placement_is_free, saved_sharding_types, saved_tensor_trains
 from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, host_memory, process_group
 from flowtt_torchrec.training.tables import planned_tables, show_plan, show_summary
 
@@ -109,7 +109,8 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
     saved_types = saved_trains = None
     if checkpoints is not None and last_step is not None:
         saved = checkpoints.read_state(last_step)
-        saved_types, saved_trains = saved_sharding_types(saved), saved_tensor_trains(saved)
+        saved_types = None if placement_is_free(config.optimizer) else saved_sharding_types(saved)
+        saved_trains = saved_tensor_trains(saved)
     planning = Planning(config, train_data, machine, runtime.device, saved_types, saved_trains)
     plan = planning.plan(dist.group.WORLD)
     planned = planned_tables(planning.tables, planning.specs, plan, runtime.world_size)

@@ -78,10 +78,19 @@ def shard(
     return DistributedModelParallel(module=model, device=device, plan=plan, sharders=sharders)
 
 
+def dense_kind(config: OptimizerConfig) -> str:
+    """The optimizer of all that is data-parallel."""
+    return config.dense_kind or ("adagrad" if config.kind == "rowwise_adagrad" else config.kind)
+
+
+def dense_learning_rate(config: OptimizerConfig) -> float:
+    """Its learning rate."""
+    return config.dense_learning_rate or config.learning_rate
+
+
 def build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
     """The fused optimizers of the tables, and one for all that is data-parallel: dense layers, replicated tables."""
-    kind = config.dense_kind or ("adagrad" if config.kind == "rowwise_adagrad" else config.kind)
-    lr = config.dense_learning_rate or config.learning_rate
+    kind, lr = dense_kind(config), dense_learning_rate(config)
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         if kind == "sgd":

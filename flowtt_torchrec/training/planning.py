@@ -92,8 +92,8 @@ class Planning:
         dataset: whose tables are planned.
         machine: to plan for, but for what the ``planner`` section says.
         device: where the dense layers are made.
-        saved_types: sharding type of each table in the checkpoint to continue from. Optimizer state has other names
-            for data-parallel tables, so these stay data-parallel and the others do not become so.
+        saved_types: sharding type of each table in the checkpoint to continue from, if the optimizers are such that
+            data-parallel tables must stay data-parallel and the others must not become so.
         saved_trains: names of the tensor trains in that checkpoint; with ``compression.tables=auto`` these stay so and
             the others stay dense.
 

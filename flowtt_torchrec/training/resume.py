@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.training.checkpoint import Checkpoints
-from flowtt_torchrec.training.config import TrainConfig
+from flowtt_torchrec.training.config import OptimizerConfig, TrainConfig
 from flowtt_torchrec.training.errors import CheckpointError
 from flowtt_torchrec.training.loop import History, Position
+from flowtt_torchrec.training.model import dense_kind, dense_learning_rate
 from flowtt_torchrec.training.report import versions
 from flowtt_torchrec.training.runtime import Runtime
 from flowtt_torchrec.training.tables import PlannedTable
@@ -99,6 +100,7 @@ class RunState:
                 f"{self._runtime.world_size} ranks x batch_size {batch_size}; continue with {state['world_size']} "
                 f"ranks and batch_size {state['config']['training']['batch_size']}"
             )
+        self._make_dense_state()
         tensors = self._tensors(state["world_size"])
         checkpoints.load(step, tensors)
         self._model.load_state_dict(tensors["model"])
@@ -107,11 +109,30 @@ class RunState:
             torch.set_rng_state(tensors["random"][f"rank{self._runtime.rank}"])
         return position, History(**state["history"])
 
+    def _make_dense_state(self) -> None:
+        """Makes the state that a dense optimizer has after a step, without which none would be asked for."""
+        for _, optimizer in self._optimizer.optimizers:
+            if isinstance(optimizer, KeyedOptimizerWrapper):
+                optimizer.init_state()  # a step with gradients of zero
+                optimizer.zero_grad(set_to_none=True)
+
     def _tensors(self, saved_world_size: int) -> dict[str, Any]:
         tensors: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
         if saved_world_size == self._runtime.world_size:
             tensors["random"] = {f"rank{self._runtime.rank}": torch.get_rng_state()}
         return tensors
+
+
+def placement_is_free(config: OptimizerConfig) -> bool:
+    """Whether tables may go to or from data-parallel when a run continues, and the losses go on as they would.
+
+    Data-parallel tables are stepped by the dense optimizer, others by the fused one. These make the same steps, from
+    state that `distributed.checkpoint.load` brings from one to the other, if they are both SGD or both Adagrad with
+    the same learning rate. Fused row-wise Adagrad has other state, and fused Adam leaves alone what a batch does not
+    look up.
+    """
+    same = dense_kind(config) == config.kind and dense_learning_rate(config) == config.learning_rate
+    return same and config.kind in ("sgd", "adagrad")
 
 
 def saved_sharding_types(state: Mapping[str, Any]) -> dict[str, str]:

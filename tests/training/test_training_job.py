@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,13 +140,50 @@ def test_what_the_planner_compressed_stays_compressed(tmp_path: Path) -> None:
 
 def test_another_number_of_ranks_continues(finished: tuple[Path, str], tmp_path: Path) -> None:
     more = ["--epochs", "3", "--batch_size", "50", "--report-dir", str(tmp_path), "--resume"]
-    result = run_job([*ARGUMENTS, *more], finished[0], processes=1)
+    shutil.copytree(finished[0] / "checkpoints", _prepare(tmp_path) / "checkpoints")
+    result = run_job([*ARGUMENTS, *more], tmp_path, processes=1)
     assert result.returncode == 0, result.stdout
     history = json.loads((tmp_path / "report.json").read_text())["history"]
     [again] = (entry for entry in history["evaluation"] if entry["step"] == STEPS)
     assert again["auroc"] == pytest.approx(_report(finished[0])["metrics"]["auroc"], rel=1e-5)
     assert again["loss"] == pytest.approx(_report(finished[0])["metrics"]["loss"], rel=1e-5)
     assert history["training"][-1]["step"] == STEPS + 60
+
+
+def _training(directory: Path, report: str) -> dict[int, float]:
+    history = json.loads((directory / report / "report.json").read_text())["history"]["training"]
+    return {entry["step"]: entry["loss"] for entry in history}
+
+
+def test_another_plan_on_another_number_of_ranks_has_the_same_losses(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    """From the middle of an epoch, on one rank, where tables lie otherwise: the same rows in every step."""
+    shutil.copytree(finished[0] / "checkpoints" / "step-000000000090", tmp_path / "checkpoints" / "step-000000000090")
+    _prepare(tmp_path)
+    result = run_job([*ARGUMENTS, "--batch_size", "50", "--resume"], tmp_path, processes=1)
+    assert result.returncode == 0, result.stdout
+    was, now = (
+        {table["name"]: table["sharding_type"] for table in _report(directory)["tables"]}
+        for directory in (finished[0], tmp_path)
+    )
+    assert {name for name in was if (was[name] == "data_parallel") != (now[name] == "data_parallel")}
+    expected, got = _training(finished[0], "report"), _training(tmp_path, "report")
+    assert got.keys() == expected.keys()
+    assert max(got) == STEPS
+    assert list(got.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+def test_adam_resumes_with_all_of_its_state(tmp_path: Path) -> None:
+    _prepare(tmp_path)
+    arguments = ["--config", "tiny.yaml", "--set", "optimizer.kind=adam", "optimizer.learning_rate=0.01"]
+    arguments += ["checkpoint.every=4", "training.log_every=1", "--checkpoint-dir", "checkpoints"]
+    arguments += ["--limit_train_batches", "8", "--limit_val_batches", "2"]
+    assert run_job([*arguments, "--report-dir", "whole"], tmp_path, processes=1).returncode == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000000000008")
+    resumed = run_job([*arguments, "--report-dir", "resumed", "--resume"], tmp_path, processes=1)
+    assert "continuing from checkpoints/step-000000000004" in resumed.stdout
+    assert _training(tmp_path, "resumed") == _training(tmp_path, "whole")
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
