@@ -1,14 +1,27 @@
-"""``python -m flowtt_torchrec env``: what is installed, and which backend runs the ops and why."""
+"""``python -m flowtt_torchrec env | compress | export``: what is installed; checkpoints to tensor trains and back."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import platform
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from flowtt_torchrec.ops import backend_info
+from flowtt_torchrec.shapes import OBJECTIVES
+from flowtt_torchrec.spec import TTSpec, compress_to_fit
 from flowtt_torchrec.versions import versions
+
+
+@dataclass
+class _Table:
+    name: str
+    num_embeddings: int
+    embedding_dim: int
 
 
 def environment() -> dict[str, str]:
@@ -26,14 +39,76 @@ def environment() -> dict[str, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flowtt_torchrec", description=__doc__)
-    parser.add_argument("command", choices=["env"], help="print the environment")
-    parser.parse_args()
+def _print_environment(options: argparse.Namespace) -> None:
     values = environment()
     width = max(map(len, values))
     for name, value in values.items():
         print(f"{name:<{width}}  {value}")
+
+
+def _compress(options: argparse.Namespace) -> None:
+    from flowtt_torchrec.distributed import conversion  # needs torchrec, which `env` does not
+
+    conversion.compress_checkpoint(options.source, options.target, _specs(options), say=_say)
+
+
+def _specs(options: argparse.Namespace) -> dict[str, TTSpec]:
+    """The specs that the options name, or make for tables of the checkpoint."""
+    from flowtt_torchrec.distributed.conversion import saved_dense_tables
+
+    if options.specs is not None:
+        return {name: TTSpec.from_dict(spec) for name, spec in json.loads(options.specs.read_text()).items()}
+    tables = [_Table(name, *size) for name, size in saved_dense_tables(options.source).items()]
+    suggest = {"rank": options.rank, "num_cores": options.num_cores, "objective": options.objective}
+    if options.budget is not None:
+        return compress_to_fit(tables, options.budget, **suggest)
+    unknown = sorted(set(options.tables) - {table.name for table in tables})
+    if unknown:
+        raise ValueError(f"{options.source} has no dense table {', '.join(unknown)}")
+    return {
+        t.name: TTSpec.suggest(t.num_embeddings, t.embedding_dim, **suggest) for t in tables if t.name in options.tables
+    }
+
+
+def _export(options: argparse.Namespace) -> None:
+    from flowtt_torchrec.distributed import conversion
+
+    conversion.export_checkpoint(options.source, options.target, say=_say)
+
+
+_say = functools.partial(print, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flowtt_torchrec")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    env = commands.add_parser("env", help="print what is installed, and which backend runs the ops and why")
+    env.set_defaults(run=_print_environment)
+
+    files = argparse.ArgumentParser(add_help=False)
+    files.add_argument("source", type=Path, help="a DCP directory, or a file of torch.save")
+    files.add_argument("target", type=Path, help="where to write: a file if it ends in .pt, .pth or .bin, else DCP")
+    compress = commands.add_parser("compress", parents=[files], help="make tensor trains of dense tables (TT-SVD)")
+    which = compress.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tables", nargs="+", metavar="NAME", help="the tables to compress")
+    which.add_argument("--budget", metavar="SIZE", help="compress the largest until all tables fit, like 8GB")
+    which.add_argument("--specs", type=Path, metavar="FILE", help="JSON: table name to TTSpec.to_dict()")
+    compress.add_argument("--rank", type=int, default=32)
+    compress.add_argument("--num-cores", type=int, choices=(2, 3, 4))
+    compress.add_argument("--objective", choices=OBJECTIVES, default="balanced")
+    compress.set_defaults(run=_compress)
+    export = commands.add_parser("export", parents=[files], help="make dense tables of all tensor trains")
+    export.set_defaults(run=_export)
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        options.run(options)
+    except ValueError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -88,13 +88,27 @@ def tt_rows(cores: Sequence[Tensor], rows: Tensor) -> Tensor:
     Returns:
         The rows, ``[N, embedding_dim]``.
     """
-    index = digits(rows.long(), [core.shape[0] for core in cores])
+    return _prefix_products(cores, rows.long()).squeeze(2)
+
+
+def _prefix_products(cores: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Products ``G_1[i_1] ... G_k[i_k]`` of the first ``k`` cores, ``[N, q_1 ... q_k, r_k]``."""
+    index = digits(rows, [core.shape[0] for core in cores])
     product = cores[0][index[0]].flatten(1, 2)  # [N, q_1, r_1], the columns so far and the open rank
     for core, i in zip(cores[1:], index[1:], strict=True):
         _, rank, q, next_rank = core.shape
         product = torch.bmm(product, core[i].reshape(-1, rank, q * next_rank))
         product = product.reshape(-1, product.shape[1] * q, next_rank)
-    return product.squeeze(2)
+    return product
+
+
+def row_range(cores: Sequence[Tensor], first: int, last: int) -> Tensor:
+    """Rows ``first`` to ``last - 1``, ``[last - first, embedding_dim]``; the products of their prefixes are shared."""
+    p = cores[-1].shape[0]
+    start, end = first // p, -(-last // p)
+    products = _prefix_products(cores[:-1], torch.arange(start, end, device=cores[0].device))
+    rows = torch.einsum("nar,jrc->njac", products, cores[-1].squeeze(3))
+    return rows.reshape((end - start) * p, -1)[first - start * p : last - start * p]
 
 
 def to_dense(cores: Sequence[Tensor], num_embeddings: int) -> Tensor:
@@ -148,10 +162,10 @@ def from_dense(weight: Tensor, spec: TTSpec) -> list[Tensor]:
         rest = s[:next_rank, None] * vh[:next_rank]
         rank = next_rank
     cores.append(rest.reshape(rank, spec.p[-1], spec.q[-1], 1).transpose(0, 1))
-    return _equal_magnitudes(cores)
+    return equal_magnitudes(cores)
 
 
-def _equal_magnitudes(cores: list[Tensor]) -> list[Tensor]:
+def equal_magnitudes(cores: list[Tensor]) -> list[Tensor]:
     """The same product from cores of equal root mean square: one learning rate then suits all of them."""
     rms = torch.stack([core.square().mean().sqrt() for core in cores])
     if not bool((rms > 0).all()):  # a table of zeros

@@ -57,6 +57,7 @@ TESTS = (
     "tests/distributed/test_pipelines.py",
     "tests/distributed/test_checkpoints.py",
     "tests/distributed/test_reshard_checkpoints.py",
+    "tests/distributed/test_conversion.py",
     "tests/test_native.py",
     "tests/test_embedding_bag.py",
     "tests/test_graphs.py",

@@ -8,10 +8,10 @@ likewise ``<table>.momentum1`` of TorchRec's dense tables. Fused Adam's ``moment
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +20,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from flowtt_torchrec.distributed.conversion import compress_on_ranks, split_bag
+from flowtt_torchrec.distributed.kernel import core_name
+from flowtt_torchrec.distributed.saved_tables import (
+    ROWS,
+    WEIGHT,
+    SavedTable,
+    check_saved,
+    saved_tables,
+    split_parameter,
+    table_of_state,
+)
+from flowtt_torchrec.distributed.stored import LazyTensor, name_of, read_dcp, read_metadata
+from flowtt_torchrec.distributed.tables import name_tables
+from flowtt_torchrec.spec import TTSpec
+
 Path = tuple[str, ...]
-_PARAMETER = re.compile(r"(?:.*\.)?embedding_bags\.([^.]+)\.(tt_core\d+|weight)")
 STEP = "step"
 _FUSED_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq", STEP: STEP}  # of dense ones
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +50,22 @@ class _Leaf:
     holder: MutableMapping[str, Any]
     read_as: Path
 
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.path[-1]]
+
+
+@dataclass
+class _Tables:
+    """The tables that a state dict asks for, by the beginning of their names."""
+
+    trains: dict[str, SavedTable] = field(default_factory=dict)
+    dense: set[str] = field(default_factory=set)
+
 
 def load(
     state_dict: dict[str, Any],
@@ -41,13 +73,15 @@ def load(
     *,
     storage_reader: dcp.StorageReader | None = None,
     process_group: dist.ProcessGroup | None = None,
+    compress_dense: bool = False,
+    allow_missing_state: bool = False,
 ) -> None:
-    """``torch.distributed.checkpoint.load`` that also reads Adagrad's and Adam's state of tables placed otherwise.
+    """``torch.distributed.checkpoint.load`` that knows tensor trains, and state of tables that were placed otherwise.
 
-    Where a table was model-parallel when the checkpoint was written and is data-parallel now, or the reverse, its
-    accumulators are read under the names that they had. The number of steps, which a dense Adagrad keeps beside them
-    and a fused one does not, is then that of another parameter of the checkpoint. Everything else is as in
-    ``torch.distributed.checkpoint.load``: all ranks call it together, and tensors are read in place.
+    Where a table was model-parallel when the checkpoint was written and is data-parallel now, or the reverse, the
+    accumulators of Adagrad and Adam are read under the names that they had. The number of steps, which a dense Adagrad
+    keeps beside them and a fused one does not, is then that of another parameter of the checkpoint. Everything else is
+    as in ``torch.distributed.checkpoint.load``: all ranks call it together, and tensors are read in place.
 
     Args:
         state_dict: nested state dict of model and optimizers, without ``param_groups`` (TorchRec leaves them out unless
@@ -55,10 +89,15 @@ def load(
         checkpoint_id: where the checkpoint is.
         storage_reader: reads it; ``FileSystemReader(checkpoint_id)`` if not given.
         process_group: of all ranks that load; the default group if not given.
+        compress_dense: brings tables that the checkpoint has dense to the cores that they are here, by TT-SVD on blocks
+            of rows (`streaming.compress_rows`). All ranks get equal bits. Accumulators of such a table stay as they are
+            in ``state_dict``, with a warning: for a fresh model, a fresh start.
+        allow_missing_state: leaves optimizer state of tables as it is where the checkpoint has none, with a warning.
 
     Raises:
-        ValueError: naming the table, if its state in the checkpoint is of another optimizer: row-wise Adagrad has one
-            accumulator a slice, Adagrad one an element, Adam two.
+        ValueError: naming the table, on all ranks alike, if it is another tensor train in the checkpoint, or dense in
+            one of the two. Also if its state is of another optimizer: row-wise Adagrad has one accumulator a slice,
+            Adagrad one an element, Adam two.
         CheckpointException: as ``torch.distributed.checkpoint.load``.
     """
     if storage_reader is None:
@@ -67,31 +106,126 @@ def load(
         storage_reader = dcp.FileSystemReader(checkpoint_id)
     elif checkpoint_id is not None:
         storage_reader.reset(checkpoint_id)
-    stored = storage_reader.read_metadata().state_dict_metadata
+    stored = read_metadata(storage_reader).state_dict_metadata
     leaves = list(_leaves(state_dict))
+    tables = _of_all_ranks(_asked_for(leaves), process_group)
+    _check_tables(tables, stored, storage_reader, process_group)
+    dense = {bag: tables.trains[bag].spec(split_bag(bag)) for bag in _to_compress(tables, stored, compress_dense)}
+    compressed = _compress(dense, storage_reader, process_group)
+    new = {split_bag(bag) for bag in dense}
+
     request: dict[str, Any] = {}
     steps: list[tuple[Tensor, str]] = []
+    left: set[str] = set()
     for leaf in leaves:
-        value = leaf.holder[leaf.path[-1]]
+        parts = split_parameter(leaf.name)
+        if parts is not None and (parts[2] == ROWS or parts[0] in dense):
+            if leaf.name in compressed:
+                leaf.value.copy_(compressed[leaf.name])
+            continue
+        value = leaf.value
         _check_not_adams(leaf, stored)
-        if ".".join(leaf.path) not in stored and len(leaf.path) > 1:
+        if leaf.name not in stored and len(leaf.path) > 1:
             leaf.read_as = _other_name(leaf)
             source = _a_step_like(leaf, stored)
             if source is not None:
                 steps.append((value, source))
                 continue
+            table = table_of_state(leaf.name)
+            if name_of(leaf.read_as) not in stored and table is not None and (allow_missing_state or table in new):
+                left.add(table)
+                continue
+            if _seeds_rounding_only(leaf, stored):
+                continue
             if leaf.read_as != leaf.path:
-                _check_shape(leaf, value, stored.get(".".join(leaf.read_as)))
-        request[".".join(leaf.read_as)] = value
+                _check_shape(leaf, value, stored.get(name_of(leaf.read_as)))
+        request[name_of(leaf.read_as)] = value
+    if left:
+        logger.warning("the checkpoint has no optimizer state for %s, which stays as it is", name_tables(sorted(left)))
     for value, source in steps:
         request.setdefault(source, torch.empty_like(value))
     dcp.load(request, storage_reader=storage_reader, process_group=process_group)
     for leaf in leaves:
-        key = ".".join(leaf.read_as)
+        key = name_of(leaf.read_as)
         if key in request:
             leaf.holder[leaf.path[-1]] = request[key]
     for value, source in steps:
         value.copy_(request[source])
+
+
+def _asked_for(leaves: list[_Leaf]) -> _Tables:
+    """The tables in this rank's state dict."""
+    asked = _Tables(saved_tables({leaf.name: leaf.value.shape for leaf in leaves if isinstance(leaf.value, Tensor)}))
+    for leaf in leaves:
+        parts = split_parameter(leaf.name)
+        if parts is not None and parts[2] == WEIGHT:
+            asked.dense.add(parts[0])
+        elif parts is not None and parts[2] == ROWS and parts[0] in asked.trains:
+            asked.trains[parts[0]].rows = int(leaf.value)
+    return asked
+
+
+def _of_all_ranks(mine: _Tables, process_group: dist.ProcessGroup | None) -> _Tables:
+    if not (dist.is_available() and dist.is_initialized()):
+        return mine
+    every: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(every, mine, group=process_group)
+    union = _Tables()
+    for of_rank in every:
+        union.trains |= of_rank.trains
+        union.dense |= of_rank.dense
+    return union
+
+
+def _check_tables(
+    tables: _Tables,
+    stored: Mapping[str, Any],
+    storage_reader: dcp.StorageReader,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Compares the tensor trains of all ranks with the checkpoint's, so that all ranks fail or none."""
+    saved = saved_tables({name: value.size for name, value in stored.items() if hasattr(value, "size")})
+    rows = {bag + ROWS: torch.zeros((), dtype=torch.int64) for bag in sorted(saved) if bag + ROWS in stored}
+    if rows:
+        dcp.load(rows, storage_reader=storage_reader, process_group=process_group)
+    for bag, table in saved.items():
+        if bag + ROWS in rows:
+            table.rows = int(rows[bag + ROWS])
+        if bag in tables.trains:
+            check_saved(split_bag(bag), table, tables.trains[bag], "the checkpoint")
+        elif bag in tables.dense and bag + WEIGHT not in stored:
+            raise ValueError(
+                f"table {split_bag(bag)!r} is dense here, but a tensor train in the checkpoint: {table}. Give the "
+                "sharder its spec, or make it dense with python -m flowtt_torchrec export"
+            )
+
+
+def _to_compress(tables: _Tables, stored: Mapping[str, Any], compress_dense: bool) -> list[str]:
+    """The tables that are tensor trains here and dense in the checkpoint."""
+    saved = saved_tables(dict.fromkeys(stored, ()))
+    dense = sorted(bag for bag in tables.trains if bag not in saved and bag + WEIGHT in stored)
+    if dense and not compress_dense:
+        raise ValueError(
+            f"{name_tables(map(split_bag, dense))}: dense in the checkpoint, a tensor train here; load with "
+            "compress_dense=True, or convert the checkpoint once with python -m flowtt_torchrec compress"
+        )
+    return dense
+
+
+def _compress(
+    specs: Mapping[str, TTSpec], storage_reader: dcp.StorageReader, process_group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Cores of tables that the checkpoint has dense, by their names in the state dict."""
+    if not specs:
+        return {}
+    if not isinstance(storage_reader, dcp.FileSystemReader):
+        raise ValueError(f"compress_dense reads files; it cannot with a {type(storage_reader).__name__}")
+    entries = {name_of(key): value for key, value in read_dcp(storage_reader).items()}
+    sources: dict[str, tuple[str, LazyTensor, TTSpec]] = {
+        bag: (split_bag(bag), entries[bag + WEIGHT], spec) for bag, spec in specs.items()
+    }
+    cores = compress_on_ranks(sources, process_group, logger.info)
+    return {f"{bag}{core_name(k)}": core for bag, of_table in cores.items() for k, core in enumerate(of_table)}
 
 
 def _leaves(node: MutableMapping[str, Any], path: Path = ()) -> Iterator[_Leaf]:
@@ -105,11 +239,11 @@ def _leaves(node: MutableMapping[str, Any], path: Path = ()) -> Iterator[_Leaf]:
 
 def _fused_prefix(path: Path) -> str | None:
     """What precedes the names of a fused optimizer's state of a table's parameter; none for other values."""
-    match = _PARAMETER.fullmatch(path[-2]) if len(path) > 1 else None
-    if match is None:
+    parts = split_parameter(path[-2]) if len(path) > 1 else None
+    if parts is None or parts[2] == ROWS:
         return None
-    table, part = match.groups()
-    return f"{table}." if part == "weight" else f"{table}.{part}."
+    _, table, part = parts
+    return f"{table}." if part == WEIGHT else f"{table}.{part}."
 
 
 def _other_name(leaf: _Leaf) -> Path:
@@ -131,7 +265,7 @@ def _check_not_adams(leaf: _Leaf, stored: Mapping[str, Any]) -> None:
     prefix, name = _fused_prefix(leaf.path), leaf.path[-1]
     if prefix is None or name not in ("sum", f"{prefix}momentum1") or f"{prefix}exp_avg_sq" in leaf.holder:
         return
-    beginning = ".".join(leaf.path[:-1])
+    beginning = name_of(leaf.path[:-1])
     if any(f"{beginning}.{second}" in stored for second in ("exp_avg_sq", f"{prefix}exp_avg_sq")):
         raise ValueError(
             f"table {prefix.split('.')[0]!r}: the checkpoint has Adam's state, but the optimizer here has one "
@@ -142,10 +276,20 @@ def _check_not_adams(leaf: _Leaf, stored: Mapping[str, Any]) -> None:
 def _a_step_like(leaf: _Leaf, stored: Mapping[str, Any]) -> str | None:
     """The number of steps of another parameter, where the checkpoint has none of this one."""
     prefix = _fused_prefix(leaf.path)
-    if prefix is None or leaf.path[-1] not in (STEP, prefix + STEP) or ".".join(leaf.read_as) in stored:
+    if prefix is None or leaf.path[-1] not in (STEP, prefix + STEP) or name_of(leaf.read_as) in stored:
         return None
-    beginning = ".".join(leaf.path[:-2]) + "."
+    beginning = name_of(leaf.path[:-2]) + "."
     return min((key for key in stored if key.startswith(beginning) and key.endswith(f".{STEP}")), default=None)
+
+
+def _seeds_rounding_only(leaf: _Leaf, stored: Mapping[str, Any]) -> bool:
+    """Whether this is a number of steps that the checkpoint has not and that no step depends on.
+
+    Fused optimizers count the steps of 16-bit cores to have other random bits in each. Dense ones may not count.
+    """
+    prefix = _fused_prefix(leaf.path)
+    fused = prefix is not None and leaf.path[-1] == prefix + STEP
+    return fused and f"{prefix}exp_avg_sq" not in leaf.holder and name_of(leaf.read_as) not in stored
 
 
 def _check_shape(leaf: _Leaf, value: Any, stored: Any) -> None:

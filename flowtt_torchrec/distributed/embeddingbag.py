@@ -30,6 +30,7 @@ from flowtt_torchrec.distributed.column_shards import check_columns
 from flowtt_torchrec.distributed.fused_params import OPTIMIZERS
 from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, sharing_groups
 from flowtt_torchrec.distributed.kernel import TTKernel, core_name
+from flowtt_torchrec.distributed.saved_tables import ROWS, WEIGHT, check_saved, of_spec, saved_tables
 from flowtt_torchrec.distributed.sharding import (
     COLUMN_TYPES,
     ROW_TYPES,
@@ -50,8 +51,10 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """``ShardedEmbeddingBagCollection`` with TT tables beside dense ones.
 
     A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
-    the ranks that hold the table. Fused optimizer state is ``<table>.tt_core<k>.momentum1`` beside them, for Adam
-    ``exp_avg_sq`` and ``step`` too. No name depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
+    A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
+    the ranks that hold the table. Beside them the state dict has the number of rows, which the cores do not tell, as
+    ``tt_rows``. Fused optimizer state is ``<table>.tt_core<k>.momentum1``, for Adam ``exp_avg_sq`` and ``step`` too.
+    No name depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
@@ -125,6 +128,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for name, cores in self.tt_cores().items():
             for k, core in enumerate(cores):
                 self.embedding_bags[name].register_parameter(core_name(k), core)
+        if not skip_registering:
+            self._register_state_dict_hook(_add_rows)
 
     def reset_parameters(self) -> None:
         """Draws all tables anew. A TT table's cores depend on its name and the sharder's seed only."""
@@ -157,30 +162,25 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for name, table in self._tt_tables().items():
             bag = f"{prefix}embedding_bags.{name}."
             if not self._tt_ready:  # the dense values of a module that was not on meta
-                state_dict.pop(bag + "weight", None)
-            if bag + "weight" in state_dict:
+                state_dict.pop(bag + WEIGHT, None)
+            if bag + WEIGHT in state_dict:
                 raise ValueError(
                     f"the state dict has a dense weight for table {name!r}, which is a tensor train here; bring it to "
-                    "cores with flowtt_torchrec.cores.from_dense first"
+                    "cores with flowtt_torchrec.distributed.conversion.compress_state_dict first"
                 )
             keys = [key for key in state_dict if key.startswith(bag + "tt_core")]
-            if name not in local:
-                for key in keys:
-                    del state_dict[key]
-                continue
-            if keys and local_metadata.get("assign_to_params_buffers", False):
+            rows = state_dict.pop(bag + ROWS, None)
+            if name in local and keys and local_metadata.get("assign_to_params_buffers", False):
                 raise ValueError(
                     f"table {name!r}: load_state_dict(assign=True) would part the cores from the memory that the "
                     "lookup reads; load without assign"
                 )
-            expected = {bag + core_name(k): shape for k, shape in enumerate(table.spec.core_shapes)}
-            for key in keys:
-                if key not in expected or tuple(state_dict[key].shape) != expected[key]:
-                    raise ValueError(
-                        f"table {name!r}: the state dict has {key} of shape {list(state_dict[key].shape)}, but its "
-                        f"TTSpec has p {table.spec.p}, q {table.spec.q} and ranks {table.spec.ranks}, that is cores "
-                        f"of shapes {[list(shape) for shape in expected.values()]}; use the spec of the checkpoint"
-                    )
+            for saved in saved_tables({key: state_dict[key].shape for key in keys}).values():
+                saved.rows = None if rows is None else int(rows)
+                check_saved(name, saved, of_spec(table.spec), "the state dict")
+            if name not in local:
+                for key in keys:
+                    del state_dict[key]
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def update_shards(
@@ -194,6 +194,15 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(changed_sharding_params, env, device)
+
+
+def _add_rows(
+    module: ShardedTTEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Has a state dict say how many rows the TT tables of this rank have."""
+    tables = module._tt_tables()
+    for name in module.tt_cores():
+        state_dict[f"{prefix}embedding_bags.{name}.{ROWS}"] = torch.tensor(tables[name].spec.num_embeddings)
 
 
 class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

@@ -93,8 +93,10 @@ def keys_on_disk(rank: int, world_size: int, folder: str) -> None:
 def test_names_on_disk_do_not_depend_on_the_placement(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(keys_on_disk, str(tmp_path))
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    cores = {f"ebc.embedding_bags.{table}.tt_core{k}" for table in ("tw", "dp") for k in range(3)}
-    assert {key for key in stored if key.startswith("model.ebc.")} == {f"model.{core}" for core in cores}
+    parts = (*(f"tt_core{k}" for k in range(3)), "tt_rows")
+    assert {key for key in stored if key.startswith("model.ebc.")} == {
+        f"model.ebc.embedding_bags.{table}.{part}" for table in ("tw", "dp") for part in parts
+    }
     assert {key for key in stored if "momentum1" in key} == {
         f"optimizer.state.ebc.embedding_bags.tw.tt_core{k}.tw.tt_core{k}.momentum1" for k in range(3)
     }
@@ -154,7 +156,10 @@ def test_a_core_of_another_shape_names_the_table(one_rank: Callable[..., Any]) -
     def other_rank(state: dict[str, Any]) -> None:
         state["ebc.embedding_bags.dp.tt_core1"] = torch.zeros(5, 4, 4, 5)
 
-    message = r"table 'dp': the state dict has embedding_bags.dp.tt_core1 of shape \[5, 4, 4, 5\].*ranks \(3, 5\)"
+    message = (
+        r"table 'dp' does not match the state dict: saved are cores of shapes .*1: \[5, 4, 4, 5\].*expected are 3 "
+        r"cores with p \(5, 5, 4\), q \(2, 4, 2\), ranks \(3, 5\), 90 rows\. Give the sharder the spec"
+    )
     with pytest.raises(ValueError, match=message):
         one_rank(loaded, other_rank)
 
@@ -163,8 +168,24 @@ def test_a_core_too_many_names_the_table(one_rank: Callable[..., Any]) -> None:
     def fourth(state: dict[str, Any]) -> None:
         state["ebc.embedding_bags.tw.tt_core3"] = torch.zeros(4, 5, 2, 1)
 
-    with pytest.raises(ValueError, match=r"table 'tw': the state dict has embedding_bags.tw.tt_core3"):
+    with pytest.raises(ValueError, match=r"table 'tw' does not match the state dict: .*3: \[4, 5, 2, 1\].*3 cores"):
         one_rank(loaded, fourth)
+
+
+def test_a_table_of_other_rows_is_not_taken(one_rank: Callable[..., Any]) -> None:
+    def longer(state: dict[str, Any]) -> None:
+        state["ebc.embedding_bags.tw.tt_rows"] = torch.tensor(95)
+
+    message = r"table 'tw' does not match the state dict: saved .*\(3, 5\), 95 rows; expected .*\(3, 5\), 90 rows"
+    with pytest.raises(ValueError, match=message):
+        one_rank(loaded, longer)
+
+
+def test_cores_alone_load(one_rank: Callable[..., Any]) -> None:
+    def cores_only(state: dict[str, Any]) -> None:
+        del state["ebc.embedding_bags.tw.tt_rows"]
+
+    one_rank(loaded, cores_only)
 
 
 def test_a_missing_core_is_named(one_rank: Callable[..., Any]) -> None:
@@ -179,7 +200,7 @@ def test_dense_weights_for_a_tt_table_say_what_to_do(one_rank: Callable[..., Any
     def dense(state: dict[str, Any]) -> None:
         state["ebc.embedding_bags.tw.weight"] = torch.zeros(90, 16)
 
-    with pytest.raises(ValueError, match=r"dense weight for table 'tw'.*from_dense"):
+    with pytest.raises(ValueError, match=r"dense weight for table 'tw'.*compress_state_dict"):
         one_rank(loaded, dense)
 
 

@@ -247,7 +247,7 @@ def full_state(model: DistributedModelParallel, tables: Sequence[Table]) -> dict
     mine: dict[str, Any] = {}
     for key, value in model.state_dict().items():
         name = key.partition("embedding_bags.")[2]
-        if not name:
+        if not name or name.endswith(".tt_rows"):
             continue
         if isinstance(value, ShardedTensor):
             mine[name] = [(s.metadata.shard_offsets, s.tensor.detach().clone()) for s in value.local_shards()]
