@@ -10,6 +10,7 @@ from tt_samples import (
     BACKENDS,
     INSTRUCTIONS,
     assert_near,
+    brute_force,
     choose_instructions,
     groups,
     layout_of,
@@ -21,7 +22,9 @@ from tt_samples import (
 
 from flowtt_torchrec import native, ops
 from flowtt_torchrec.cores import to_dense
+from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
+from flowtt_torchrec.spec import TTSpec
 
 
 @settings(max_examples=150, deadline=None)
@@ -279,3 +282,17 @@ def test_an_output_larger_than_caches(threads):
     every = [to_dense(core, spec.num_embeddings) for core, spec in zip(cores, layout.specs)]
     expected = torch.cat([rows[i] * of[:, None] for rows, i, of in zip(every, ids, lengths)], dim=1)
     assert_near(output, expected)
+
+
+@pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("q", [(3, 5, 7), (3, 5, 4), (3, 3, 2), (4, 4, 3), (5, 2, 5), (3, 3, 6), (2, 4, 8)])
+def test_rows_of_any_width(instructions, q, monkeypatch):
+    layout = TTLayout([TTSpec(60, q[0] * q[1] * q[2], (4, 4, 8), q, (8, 16))], ["t"])
+    weights, ids = random_weights(layout), torch.tensor([0, 59, 7, 8, 9, 31, 30, 59])
+    monkeypatch.setenv("FLOWTT_CPU_ISA", instructions)
+    with ops.use_backend("native"):
+        try:
+            output = ops.lookup(weights.float(), layout, ids, torch.arange(9))
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    assert_near(output, brute_force(layout, weights, ids, torch.arange(9)))

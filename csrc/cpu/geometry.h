@@ -36,7 +36,7 @@ struct Geometry {
   int64_t flows_of_rows(int64_t rows) const { return (rows + left_rows - 1) / left_rows; }
 
   RowShape row_shape() const { return {m, q, rank, rank_padded}; }
-  int64_t scratch_size() const { return (m + 15) / 16 * 16 * rank_padded; }  // of RowKernels::forward
+  int64_t scratch_size() const { return (m + 15) / 16 * 16 * rank_padded + 16 * (m + rank); }  // of RowKernels::forward
   int64_t left_size() const { return left_rows * left_rank; }
   int64_t c_size() const { return m * rank_padded; }
   int64_t owner_size() const { return left_rank * owner_columns; }

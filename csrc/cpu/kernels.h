@@ -67,7 +67,7 @@ struct KeyKernels {
 template <class T>
 struct RowKernels {
   // out[i] [m, q] = c [m, r_padded] * last[i] [r, q], for n rows of one flow. `scratch` is
-  // [(m rounded up to 16) * r_padded].
+  // [(m rounded up to 16) * r_padded + 16 * (m + r)].
   void (*forward)(const RowShape& shape, const T* c, int64_t n, const T* const* last, T* const* out, T* scratch);
 
   // For n rows of one flow with gradients g[i] [m, q]:
