@@ -149,22 +149,16 @@ def breakdown(rows: Sequence[Row], figures: dict[str, float], axes: Any) -> bool
     """Where the time of a step goes."""
     rows = select(rows, question="comparison", contender="flowtt", unit="ms")
     kinds = list(dict.fromkeys(row["distribution"] for row in rows))
-    if not kinds:
-        return False
+    prefix = "of a step: "
+    parts = [name for name in dict.fromkeys(row["operation"] for row in rows) if name.startswith(prefix)]
     bottom = [0.0] * len(kinds)
-    for operation, label in (
-        ("plan", "plan"),
-        ("forward_planned", "forward"),
-        ("backward", "backward and optimizer"),
-    ):
-        heights = [select(rows, distribution=kind, operation=operation)[0]["median"] for kind in kinds]
-        axes.bar(kinds, heights, 0.6, bottom, label=label)
+    for part in parts:
+        heights = [select(rows, distribution=kind, operation=part)[0]["median"] for kind in kinds]
+        axes.bar(kinds, heights, 0.6, bottom, label=part.removeprefix(prefix))
         bottom = [b + h for b, h in zip(bottom, heights)]
-    steps = [select(rows, distribution=kind, operation="step")[0]["median"] for kind in kinds]
-    axes.plot(kinds, steps, "k_", markersize=24, label="whole step, measured")
     axes.set_ylabel("ms")
-    axes.legend()
-    return True
+    axes.legend(fontsize=8)
+    return bool(parts)
 
 
 def memory_and_time(rows: Sequence[Row], figures: dict[str, float], axes: Any) -> bool:

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -32,13 +33,20 @@ std::string table_name(const Tensor& names, int64_t table) {
   return name;
 }
 
+std::optional<Tensor> recorded_stages;  // keeps the memory that kernels add their times to
+
 cpu::Executor torch_threads() {
-  return {static_cast<int>(torch::stable::get_num_threads()),
-          [](int64_t num_tasks, const std::function<void(int64_t)>& body) {
-            torch::stable::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
-              for (int64_t task = begin; task < end; ++task) body(task);
-            });
-          }};
+  cpu::Executor executor{static_cast<int>(torch::stable::get_num_threads()),
+                         [](int64_t num_tasks, const std::function<void(int64_t)>& body) {
+                           torch::stable::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
+                             for (int64_t task = begin; task < end; ++task) body(task);
+                           });
+                         }};
+  if (recorded_stages) {
+    executor.stage_seconds = recorded_stages->mutable_data_ptr<double>();
+    executor.lap_start = std::chrono::steady_clock::now();
+  }
+  return executor;
 }
 
 [[noreturn]] void throw_out_of_range(const std::vector<Table>& tables, const Tensor& table_names, const Batch& batch,
@@ -312,6 +320,15 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   return grad_factors;
 }
 
+// Until it is called again, CPU ops add the seconds of their stages to `seconds`. For ops on one thread at a time.
+void record_cpu_stages(std::optional<Tensor> seconds) {
+  if (seconds) {
+    check_shape("seconds", *seconds, {cpu::kNumStages});
+    check_type("seconds", *seconds, ScalarType::Double);
+  }
+  recorded_stages = seconds;
+}
+
 std::string cpu_isa() { return cpu::instruction_set().name; }
 
 // The GPUs that there is code for, "" for none.
@@ -329,6 +346,7 @@ std::string cuda_architectures() {
 STABLE_TORCH_LIBRARY(flowtt, m) {
   flowtt::define_ops(m);
   m.def("cpu_isa() -> str");
+  m.def("record_cpu_stages(Tensor? seconds) -> ()");  // for benchmarks
   m.def("cuda_architectures() -> str");
 }
 
@@ -341,6 +359,7 @@ STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa));
+  m.impl("record_cpu_stages", TORCH_BOX(&flowtt::record_cpu_stages));
   m.impl("cuda_architectures", TORCH_BOX(&flowtt::cuda_architectures));
 }
 

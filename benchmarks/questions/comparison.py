@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 
 from benchmarks.baselines import DenseTBE, TTRec
 from benchmarks.contenders import FlowTT, counted_flops
 from benchmarks.harness import Action, Measurement
 from benchmarks.questions.run import LineUp, Run, check_agreement, key
+from benchmarks.stages import stage_seconds
 from benchmarks.workloads import Workload
+from flowtt_torchrec import ops
 
 SHORT = {"zipf_1.2": "zipf", "scattered_1.2": "scattered", "uniform": "uniform"}
 _GEMM = "gemm"
+_BROKEN_DOWN = 20  # steps
 
 
 def comparison(run: Run) -> None:
@@ -75,6 +81,8 @@ def comparison(run: Run) -> None:
                 measured.ratios(key(narrow, "step"), key(wide, "step")),
             )
         _count(run, ours, lineup, measured, short)
+        if ops.backend_info().name == "native":
+            _break_down(run, ours, lineup)
     report.figure(
         "flow_shape_dense_over_our_bytes",
         "bytes of the dense table and its state over ours",
@@ -88,6 +96,20 @@ _NO_TABLE = dict.fromkeys(("distribution", "lookups", "pooling", "tables", "rows
 def _gemm(size: int) -> Action:
     a, b, out = (torch.randn(size, size) for _ in range(3))
     return Action(lambda _: torch.mm(a, b, out=out), lambda call: None)
+
+
+def _break_down(run: Run, ours: FlowTT, lineup: LineUp) -> None:
+    """Adds the times of the parts of a step."""
+    parts: dict[str, list[float]] = {}
+    for number in range(_BROKEN_DOWN + 1):
+        batch = lineup.batches[number % len(lineup.batches)]
+        for stage, seconds in stage_seconds(ours, batch, time.perf_counter).items():
+            parts.setdefault(stage, []).append(1e3 * seconds)
+    described: dict[str, Any] = {"question": "comparison", "contender": ours.name, "optimizer": ours.optimizer}
+    start = len(run.report.rows)
+    for stage, samples in parts.items():
+        run.report.add(samples[1:], "ms", operation=f"of a step: {stage}", **described, **lineup.workload.describe())
+    run.report.show(run.report.rows[start:])
 
 
 def _count(run: Run, ours: FlowTT, lineup: LineUp, measured: Measurement, short: str) -> None:

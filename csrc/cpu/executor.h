@@ -1,16 +1,33 @@
 // How kernels get their threads: explicit task numbers, run by whatever pool the caller has.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 
 namespace flowtt::cpu {
+
+// The parts of the ops whose times benchmarks tell apart. Slices that a task has alone are updated in kFlows.
+enum class Stage { kKeys, kSort, kGroup, kRows, kPooling, kFlows, kCores };
+constexpr int64_t kNumStages = 7;
 
 // Runs numbered tasks. Work is cut by task number, never by thread, so results depend on `num_threads` alone.
 struct Executor {
   int num_threads;
   // Calls body(0) .. body(num_tasks - 1), in any order and in parallel, and returns when all are done.
   std::function<void(int64_t num_tasks, const std::function<void(int64_t)>& body)> run_tasks;
+
+  // Where to add up the seconds of stages, [kNumStages], if anyone wants them.
+  double* stage_seconds = nullptr;
+  mutable std::chrono::steady_clock::time_point lap_start = {};
+
+  // Adds the time since the last lap, or since the start of the op, to a stage.
+  void lap(Stage stage) const {
+    if (stage_seconds == nullptr) return;
+    const auto now = std::chrono::steady_clock::now();
+    stage_seconds[static_cast<int>(stage)] += std::chrono::duration<double>(now - lap_start).count();
+    lap_start = now;
+  }
 
   void run(int64_t num_tasks, const std::function<void(int64_t)>& body) const {
     if (num_tasks == 1) {

@@ -101,6 +101,7 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
     invalid[task] = make_keys(tables, batch, indices, even_cut(n, task, num_tasks), even_cut(n, task + 1, num_tasks),
                               out.bags, keep);
   });
+  executor.lap(Stage::kKeys);
   PlanResult result{{0, 0, 0}, -1};
   for (const Invalid& found : invalid) {
     if (result.first_invalid < 0) result.first_invalid = found.first;
@@ -109,6 +110,7 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
   if (result.counts.num_invalid > 0 && mode == BoundsCheckMode::kFatal) return result;
 
   const Item* sorted = radix_sort.sort(executor, items.data(), spare.data());
+  executor.lap(Stage::kSort);
 
   // Distinct rows and flows: tasks count those that start in their ranges, then write them after their predecessors'.
   // The last task's count comes with the writing.
@@ -209,6 +211,7 @@ PlanResult make_flow_plan(const Executor& executor, const std::vector<Table>& ta
       result = sorted_plan<LongItem>(executor, tables, batch, indices, flow, mode, out);
     }
   }
+  executor.lap(flow == Flow::kDirect ? Stage::kKeys : Stage::kGroup);
   out.row_starts[result.counts.num_rows] = static_cast<int32_t>(batch.num_lookups);
   out.flow_starts[result.counts.num_flows] = static_cast<int32_t>(result.counts.num_rows);
   return result;

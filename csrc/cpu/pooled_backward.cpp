@@ -28,8 +28,10 @@ class Backward {
     rows_.sum_hot_chunks(executor_);
     take_flows();
     rows_.take_hot_factors(executor_);
+    executor_.lap(Stage::kFlows);
     sum_owners();
     sum_outer_cores();
+    executor_.lap(Stage::kCores);
   }
 
  private:
@@ -181,6 +183,7 @@ template <class T>
 void pooled_backward(const Executor& executor, const Lookup<T>& lookup, const T* grad_output,
                      const GradientSink<T>& sink, T* grad_per_sample_weights) {
   const SortedPlan sorted(executor, lookup.tables, lookup.plan);
+  executor.lap(Stage::kSort);
   Lookup<T> in_key_order = lookup;
   in_key_order.plan = sorted.plan();
   Backward<T>(executor, in_key_order, grad_output, sink, grad_per_sample_weights).run();

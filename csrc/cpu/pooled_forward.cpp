@@ -68,6 +68,7 @@ class Forward {
         make_rows_of(segments_[s], begin, end, arena, bag_sink(segments_[s].table));
       });
       spread_hot_rows();
+      executor_.lap(Stage::kRows);
       return;
     }
     BagSums<T> sums(executor_, kernels_, lookup_, hot_, hot_rows_.data(), widest_, output_);
@@ -90,7 +91,9 @@ class Forward {
           segments_[s], begin, end, arena,
           BagSink<T>(kernels_, lookup_, hot_, hot_rows_.data(), widest_, table, place.bags, *place.rows, Put::kAdd));
     });
+    executor_.lap(Stage::kRows);
     sums->finish();
+    executor_.lap(Stage::kPooling);
   }
 
   // For many threads and few lookups a bag: rows are kept until all are there, then every bag sums its own.
@@ -103,7 +106,9 @@ class Forward {
                    BufferSink<T>(lookup_, segment.table, segment.row_begin, rows_.data() + segment_rows_[s],
                                  row_of_lookup_.data()));
     });
+    executor_.lap(Stage::kRows);
     pool_rows();
+    executor_.lap(Stage::kPooling);
   }
 
   BagSink<T> bag_sink(int64_t table) const {

@@ -10,12 +10,14 @@ import torch
 from cuda_emulation import build, emulated
 
 from benchmarks import lookup
+from benchmarks.contenders import FlowTT
 from benchmarks.harness import Effort
 from benchmarks.memory import measure_peak, modelled_peak
 from benchmarks.presets import PRESETS
 from benchmarks.questions import QUESTIONS
 from benchmarks.questions.device import MAPPINGS
 from benchmarks.report import load
+from benchmarks.stages import OTHER, STAGES, stage_seconds
 from benchmarks.workloads import Workload
 from flowtt_torchrec import ops
 
@@ -128,3 +130,14 @@ def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         lookup.main(options)
     assert message in capsys.readouterr().err
+
+
+def test_stages_add_up_to_the_step() -> None:
+    spec = PRESETS["smoke"].balanced
+    ours = FlowTT([spec])
+    clock = iter([1.0, 1000.0])
+    times = stage_seconds(ours, Workload((spec,), "uniform", 320, 20).batches(1)[0], lambda: next(clock))
+    assert list(times) == [*STAGES, OTHER]
+    assert all(times[stage] > 0 for stage in STAGES)
+    assert sum(times.values()) == pytest.approx(999)
+    ours.step(Workload((spec,), "uniform", 320).batches(1)[0])  # nobody records any more
