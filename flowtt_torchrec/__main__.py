@@ -1,4 +1,5 @@
-"""``python -m flowtt_torchrec env | compress | export``: what is installed; checkpoints to tensor trains and back."""
+"""``python -m flowtt_torchrec env | calibrate | compress | export``: what is installed; what lookups cost; checkpoints
+to tensor trains and back."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from flowtt_torchrec.calibration import calibrate
 from flowtt_torchrec.ops import backend_info
 from flowtt_torchrec.shapes import OBJECTIVES
 from flowtt_torchrec.spec import TTSpec, compress_to_fit
@@ -40,10 +42,24 @@ def environment() -> dict[str, str]:
 
 
 def _print_environment(options: argparse.Namespace) -> None:
-    values = environment()
+    _show(environment())
+
+
+def _show(values: dict[str, str]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
         print(f"{name:<{width}}  {value}")
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    costs = calibrate(options.device)
+    costs.save(options.output)
+    _show({"costs": costs.source, "forward": str(costs.forward), "backward": str(costs.backward)})
+    _say(f"written to {options.output}")
 
 
 def _compress(options: argparse.Namespace) -> None:
@@ -84,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     env = commands.add_parser("env", help="print what is installed, and which backend runs the ops and why")
     env.set_defaults(run=_print_environment)
+    measure = commands.add_parser("calibrate", help="measure what lookups cost here, for the planner (planner.costs)")
+    measure.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    measure.add_argument("--output", type=Path, default="flowtt_costs.json", metavar="FILE", help="JSON (%(default)s)")
+    measure.add_argument("--threads", type=int, metavar="N", help="CPU threads of a rank (default: all)")
+    measure.set_defaults(run=_calibrate)
 
     files = argparse.ArgumentParser(add_help=False)
     files.add_argument("source", type=Path, help="a DCP directory, or a file of torch.save")

@@ -7,7 +7,9 @@ from flowtt_torchrec.distributed.enumerators import TTEmbeddingEnumerator
 from flowtt_torchrec.distributed.estimators import TTPerfEstimator, TTStorageEstimator
 from flowtt_torchrec.distributed.fp_embeddingbag import TTFeatureProcessedEmbeddingBagCollectionSharder
 from flowtt_torchrec.distributed.planner import TTEmbeddingShardingPlanner
+from flowtt_torchrec.distributed.planner_stats import TTEmbeddingStats
 from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
+from flowtt_torchrec.distributed.saved_plan import LoadedPlan, load_plan, save_plan
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 
 __all__ = [
@@ -17,12 +19,16 @@ __all__ = [
     "CompressionStats",
     "DenseFirstPerfModel",
     "DenseFirstProposer",
+    "LoadedPlan",
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingEnumerator",
     "TTEmbeddingShardingPlanner",
+    "TTEmbeddingStats",
     "TTFeatureProcessedEmbeddingBagCollectionSharder",
     "TTPerfEstimator",
     "TTStorageEstimator",
     "compat",
+    "load_plan",
+    "save_plan",
 ]

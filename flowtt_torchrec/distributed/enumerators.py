@@ -13,19 +13,19 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_pa
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder, PipelineType, ShardingType
 
+from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.estimators import (
     CUSTOMIZED_KERNEL,
-    DATA_PARALLEL,
-    HOST_TYPES,
     TTPerfEstimator,
     TTStorageEstimator,
     is_tt,
 )
 from flowtt_torchrec.distributed.fp_embeddingbag import TT_SHARDERS
-from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, HOST_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.distributed.storage import DATA_PARALLEL
 from flowtt_torchrec.spec import TTSpec
 
 TABLE_WISE = ShardingType.TABLE_WISE.value
@@ -45,8 +45,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
       no rows. On the CPU not table-row-wise either: gloo's exchange of its gradients needs batches of one size on all
       ranks;
     * on one host not table-row-wise and table-column-wise, which are row-wise and column-wise there;
-    * data-parallel and table-row-wise only where all ranks together spend less time on the table than its rank would
-      if it were table-wise, or where that rank would spend more on it than the ranks spend on everything on average.
+    * of table-wise, table-row-wise and data-parallel those that take the ranks together the least time, up to the first
+      that takes no rank more than the ranks spend on everything on average; table-wise always.
 
     Args:
         topology: the devices.
@@ -55,8 +55,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             own options too, but for those outside of device memory (UVM, SSD), whose place tensor trains take;
             constraints can name them.
         constraints: per table; they may narrow a TT table's sharding types, and its kernel with an `AutoCompression`.
-        flops_per_ms: see `TTPerfEstimator`.
+        costs: what lookups cost; see `TTPerfEstimator`.
         use_exact_enumerate_order: as in TorchRec.
+        pipeline_type: the training pipeline, for the batches that it holds.
 
     Raises:
         ValueError: if a TT table's constraints leave it no option.
@@ -68,17 +69,18 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         batch_size: int,
         compression: Mapping[str, TTSpec],
         constraints: dict[str, ParameterConstraints] | None = None,
-        flops_per_ms: float | None = None,
+        costs: CostConstants | None = None,
         use_exact_enumerate_order: bool = False,
+        pipeline_type: PipelineType = PipelineType.NONE,
     ) -> None:
-        self._tt_perf = TTPerfEstimator(topology, compression, constraints, flops_per_ms)
+        self._tt_perf = TTPerfEstimator(topology, compression, constraints, costs)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
             constraints=constraints,
             estimator=[
                 self._tt_perf,
-                TTStorageEstimator(topology, compression, constraints),
+                TTStorageEstimator(topology, compression, constraints, pipeline_type),
             ],
             use_exact_enumerate_order=use_exact_enumerate_order,
         )
@@ -87,6 +89,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         self._no_gain: set[tuple[str, str]] = set()  # table and sharding type
         for name in self._compression:
             _check_constraints(name, (constraints or {}).get(name), self._dense_too)
+
+    @property
+    def costs(self) -> CostConstants:
+        """The constants that TT options are rated with."""
+        return self._tt_perf.costs
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """Options of all tables of ``module``, in an order that does not depend on the process.
@@ -159,30 +166,31 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         return asked_for or option.sharding_type not in COLUMN_TYPES or len(option.shards) > 1
 
     def _types_without_gain(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> set[tuple[str, str]]:
-        """Tables and the types of several ranks that cost them more time, all ranks together, for no better balance."""
-        sketches = {
-            (name, kind): self._sketch(child, name, parameter, kind)
+        """Tables and types: those that cost all ranks together more than one that is not too much for any of them."""
+        self._no_gain = set()
+        sketches = [
+            self._sketch(child, name, parameter, kind)
             for sharder, child, name, parameter in _tables(module, sharders)
             if name in self._compression and isinstance(sharder, TT_SHARDERS)
             for kind in (TABLE_WISE, *_SEVERAL_RANKS)
             if self._may_gain(name, kind)
-        }
+        ]
         by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._tt_perf.estimate(list(sketches.values()), build_sharder_data_map(by_type))
-        times = {
-            key: sum(shard.perf.total for shard in option.shards if shard.perf is not None)
-            * (self._world_size if key[1] == DATA_PARALLEL else 1)
-            for key, option in sketches.items()
-        }
-        least: dict[str, float] = {}
-        for (name, _), time in times.items():
-            least[name] = min(time, least.get(name, time))
-        fair = sum(least.values()) / self._world_size
-        return {
-            (name, kind)
-            for (name, kind), time in times.items()
-            if kind != TABLE_WISE and time >= times[name, TABLE_WISE] and times[name, TABLE_WISE] <= fair
-        }
+        self._tt_perf.estimate(sketches, build_sharder_data_map(by_type))
+        times: dict[str, list[tuple[float, float, str]]] = {}  # by table: of all ranks, of the slowest, type
+        for sketch in sketches:
+            parts = [shard.perf.total for shard in sketch.shards if shard.perf is not None]
+            ranks = self._world_size if sketch.sharding_type == DATA_PARALLEL else 1
+            times.setdefault(sketch.name, []).append((ranks * sum(parts), max(parts), sketch.sharding_type))
+        fair = sum(min(of_table)[0] for of_table in times.values()) / self._world_size
+        without = set()
+        for name, of_table in times.items():
+            enough = False
+            for _, slowest, kind in sorted(of_table):
+                if enough and kind != TABLE_WISE:
+                    without.add((name, kind))
+                enough = enough or slowest <= fair
+        return without
 
     def _sketch(self, module: nn.Module, name: str, parameter: nn.Parameter, sharding_type: str) -> ShardingOption:
         """An option to estimate times with; a data-parallel one has the shard of one rank."""

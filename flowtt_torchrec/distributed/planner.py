@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -19,9 +18,12 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
+from torchrec.distributed.types import PipelineType
 
+from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
 from flowtt_torchrec.distributed.enumerators import TTEmbeddingEnumerator
+from flowtt_torchrec.distributed.planner_stats import TTEmbeddingStats
 from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
 from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
 from flowtt_torchrec.spec import TTSpec
@@ -37,11 +39,12 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation, partitioner, performance_model, constraints, debug, callbacks, timeout_seconds,
             plan_loader: as in TorchRec.
         proposer: TorchRec's, with `BisectingGreedyProposer` for its greedy ones, if not given.
-        stats: what to report of a plan. TorchRec's ``EmbeddingStats`` and `CompressionStats` if not given.
+        stats: what to report of a plan. `TTEmbeddingStats` and `CompressionStats` if not given.
         compression: spec of each table that is to be a tensor train. With an `AutoCompression` the planner chooses: the
             default ``performance_model`` is then a `DenseFirstPerfModel`, and a `DenseFirstProposer` is among the
             default proposers.
-        flops_per_ms: see `TTPerfEstimator`.
+        costs: what lookups cost; see `TTPerfEstimator`.
+        pipeline_type: the training pipeline, for the batches that it holds.
 
     Raises:
         ValueError: for an enumerator that knows no TT tables, or constraints that leave a TT table no option.
@@ -68,7 +71,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         plan_loader: PlanLoader | None = None,
         *,
         compression: Mapping[str, TTSpec],
-        flops_per_ms: float | None = None,
+        costs: CostConstants | None = None,
+        pipeline_type: PipelineType = PipelineType.NONE,
     ) -> None:
         if enumerator is not None and not isinstance(enumerator, TTEmbeddingEnumerator):
             raise ValueError(
@@ -86,7 +90,7 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             proposer=proposer,
             partitioner=partitioner,
             performance_model=performance_model,
-            stats=[EmbeddingStats(), CompressionStats(compression)] if stats is None else stats,
+            stats=[TTEmbeddingStats(compression), CompressionStats(compression)] if stats is None else stats,
             constraints=constraints,
             debug=debug,
             callbacks=callbacks,
@@ -97,7 +101,12 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             self._perf_model = DenseFirstPerfModel(self._topology)
         if enumerator is None:  # made here because the default topology is made by the base class
             self._enumerator = TTEmbeddingEnumerator(
-                self._topology, self._batch_size, compression, constraints, flops_per_ms
+                self._topology,
+                self._batch_size,
+                compression,
+                constraints,
+                costs,
+                pipeline_type=pipeline_type,
             )
 
     @property

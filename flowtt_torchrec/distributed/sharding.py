@@ -119,3 +119,4 @@ SHARDINGS: dict[str, Any] = {
 SUPPORTED_SHARDING_TYPES = tuple(SHARDINGS)
 ROW_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 COLUMN_TYPES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+HOST_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.distributed.planner.types import ShardingOption, Stats
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from flowtt_torchrec.distributed.estimators import (
-    DATA_PARALLEL,
+    CUSTOMIZED_KERNEL,
     is_tt,
     optimizer_class,
-    table_bytes,
 )
+from flowtt_torchrec.distributed.storage import DATA_PARALLEL, table_bytes
+from flowtt_torchrec.distributed.tables import table_parameters
 from flowtt_torchrec.spec import TTSpec
 
 COLUMNS = ("table", "rows x dim", "p", "q", "ranks", "dense MB", "TT MB", "ratio", "optimizer MB", "placement")
@@ -66,28 +68,34 @@ class CompressionRow:
 
 def compression_rows(best_plan: list[ShardingOption], compression: Mapping[str, TTSpec]) -> list[CompressionRow]:
     """One row for each TT table of a plan, in the plan's order."""
-    rows = []
-    for option in best_plan:
-        if not is_tt(option, compression):
-            continue
-        spec = compression[option.name]
-        element_size = option.tensor.element_size()
-        counted = table_bytes(spec, option.sharding_type, optimizer_class(option), 0, element_size)
-        rows.append(
-            CompressionRow(
-                option.name,
-                spec.num_embeddings,
-                spec.embedding_dim,
-                spec.p,
-                spec.q,
-                spec.ranks,
-                dense_bytes=spec.num_embeddings * spec.embedding_dim * element_size,
-                tt_bytes=counted.cores,
-                optimizer_bytes=counted.optimizer,
-                placement=_placement(option),
-            )
+    return [
+        _row(
+            option.name,
+            compression[option.name],
+            option.sharding_type,
+            {shard.rank for shard in option.shards if shard.rank is not None},
+            option.tensor,
         )
-    return rows
+        for option in best_plan
+        if is_tt(option, compression)
+    ]
+
+
+def _row(name: str, spec: TTSpec, sharding_type: str, ranks: Iterable[int], tensor: Tensor) -> CompressionRow:
+    element_size = tensor.element_size()
+    counted = table_bytes(spec, sharding_type, optimizer_class(tensor), element_size)
+    return CompressionRow(
+        name,
+        spec.num_embeddings,
+        spec.embedding_dim,
+        spec.p,
+        spec.q,
+        spec.ranks,
+        dense_bytes=spec.num_embeddings * spec.embedding_dim * element_size,
+        tt_bytes=counted.cores,
+        optimizer_bytes=counted.optimizer,
+        placement=_placement(sharding_type, sorted(set(ranks))),
+    )
 
 
 class CompressionStats(Stats):
@@ -115,8 +123,31 @@ class CompressionStats(Stats):
         dense = [o for o in best_plan if not is_tt(o, self._compression)]
         dense_bytes = sum(o.tensor.numel() * o.tensor.element_size() for o in dense)
         self._summary = _summary(self.rows, len(dense), dense_bytes)
+        costs = getattr(kwargs.get("enumerator"), "costs", None)
+        if costs is not None:
+            self._summary += f". Times of tensor trains: {costs.source}"
         if self._announce and (not dist.is_initialized() or dist.get_rank() == 0):
             self.show()
+
+    def take(self, plan: ShardingPlan, module: nn.Module) -> None:
+        """Keeps the table of a plan that no planner made, on this rank.
+
+        Args:
+            plan: for ``module``.
+            module: the model before it is sharded.
+        """
+        self.rows, dense_tables, dense_bytes = [], 0, 0
+        for path, entries in plan.plan.items():
+            parameters = table_parameters(module.get_submodule(path))
+            for name, entry in cast(EmbeddingModuleShardingPlan, entries).items():
+                tensor = parameters[name]
+                if entry.compute_kernel == CUSTOMIZED_KERNEL and name in self._compression:
+                    spec = self._compression[name]
+                    self.rows.append(_row(name, spec, entry.sharding_type, entry.ranks or [], tensor))
+                else:
+                    dense_tables += 1
+                    dense_bytes += tensor.numel() * tensor.element_size()
+        self._summary = _summary(self.rows, dense_tables, dense_bytes)
 
     def show(self) -> None:
         """Prints the table of the last plan, if it has TT tables: drawn where it fits a terminal, else in lines."""
@@ -163,11 +194,10 @@ def _summary(rows: list[CompressionRow], dense_tables: int, dense_bytes: int) ->
     )
 
 
-def _placement(option: ShardingOption) -> str:
-    ranks = sorted({shard.rank for shard in option.shards})
-    if option.sharding_type == DATA_PARALLEL or len(ranks) > 4:
-        return f"{option.sharding_type} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
-    return f"{option.sharding_type} on rank {', '.join(map(str, ranks))}"
+def _placement(sharding_type: str, ranks: list[int]) -> str:
+    if sharding_type == DATA_PARALLEL or len(ranks) > 4:
+        return f"{sharding_type} on {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    return f"{sharding_type} on rank {', '.join(map(str, ranks))}"
 
 
 def _factors(numbers: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from flowtt_torchrec.cores import default_std
@@ -73,6 +74,16 @@ def check_config(config: EmbeddingBagConfig, spec: TTSpec) -> TTTable:
     if config.num_embeddings_post_pruning is not None:
         raise ValueError(f"table {name!r} is pruned, which a tensor train cannot be; take out its TTSpec")
     return TTTable(spec, _init_std(config))
+
+
+def table_parameters(collection: nn.Module) -> dict[str, nn.Parameter]:
+    """The weight of each table of a collection that is not sharded yet, by the table's name."""
+    parameters = {}
+    for key, parameter in collection.named_parameters():
+        table, _, kind = key.rpartition(".")
+        if kind == "weight" and parameter.dim() == 2:
+            parameters[table.rpartition(".")[2]] = parameter
+    return parameters
 
 
 def _init_std(config: EmbeddingBagConfig) -> float:

@@ -208,6 +208,12 @@ class PlannerConfig:
     """GPU memory of a rank, like ``80GB``."""
     ddr: int | str | None = None
     """Host memory of a rank."""
+    plan: str | None = None
+    """A plan to use, as ``save_plan`` wrote it: it also says which tables are tensor trains, and of which shape."""
+    costs: str | None = None
+    """Cost constants that ``python -m flowtt_torchrec calibrate`` wrote; by default those of a data sheet."""
+    save_plan: str | None = None
+    """Where to write the plan, as JSON."""
     storage_reservation: float = 0.05
     """Share of the GPU memory kept free for what the planner does not see."""
 

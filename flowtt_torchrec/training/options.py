@@ -46,9 +46,14 @@ SETTINGS = {
     "--device": "training.device",
     "--hbm": "planner.hbm",
     "--ddr": "planner.ddr",
+    "--plan": "planner.plan",
+    "--save-plan": "planner.save_plan",
+    "--costs": "planner.costs",
     "--checkpoint-dir": "checkpoint.directory",
     "--report-dir": "report.directory",
 }
+PLAN_FILES = ("planner.plan", "planner.save_plan", "planner.costs")
+PATHS = ("data.path", "checkpoint.directory", "report.directory", *PLAN_FILES)
 FLAGS = {
     "--adagrad": "optimizer.kind=adagrad",
     "--drop_last_training_batch": "training.drop_last_training_batch=true",
@@ -154,7 +159,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
         text = getattr(options, option.lstrip("-").replace("-", "_"))
         if text is not None:
             # Paths and lists are taken as they stand; everything else has YAML's types.
-            value = text if key in ("data.path", "checkpoint.directory", "report.directory") else _value(option, text)
+            value = text if key in PATHS else _value(option, text)
             tree = merge(tree, assign(key.split("."), value, option))
     for option, assignment in FLAGS.items():
         if getattr(options, option.lstrip("-").replace("-", "_")):

@@ -14,17 +14,27 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import ParameterConstraints, Topology, types
-from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    PipelineType,
+    ShardingPlan,
+    ShardingType,
+)
 
+from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.distributed import (
     AutoCompression,
     CompressionStats,
+    LoadedPlan,
     TTEmbeddingBagCollectionSharder,
     TTEmbeddingShardingPlanner,
+    TTEmbeddingStats,
+    load_plan,
+    save_plan,
 )
 from flowtt_torchrec.spec import TTSpec, parse_bytes
 from flowtt_torchrec.training.compression import choose_specs
@@ -103,6 +113,7 @@ class Planning:
 
     Raises:
         ConfigError: a setting does not go with the data.
+        UserError: the plan of ``planner.plan`` cannot be read, or does not go with the model or the ranks.
     """
 
     def __init__(
@@ -115,24 +126,31 @@ class Planning:
         saved_trains: Collection[str] | None = None,
     ) -> None:
         self.tables = table_configs(dataset, config.model.embedding_dim)
-        self.specs: Mapping[str, TTSpec] = choose_specs(config.compression, self.tables)
-        if config.compression.tables == "auto":
+        self._settings, self._machine = config.planner, machine
+        self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
+        self._loaded = self._load()
+        self.specs: Mapping[str, TTSpec] = (
+            choose_specs(config.compression, self.tables) if self._loaded is None else self._loaded.compression
+        )
+        if self._loaded is None and config.compression.tables == "auto":
             self.specs = (
                 AutoCompression(self.specs)
                 if saved_trains is None
                 else {name: spec for name, spec in self.specs.items() if name in saved_trains}
             )
-        self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
         optimize_tables_in_backward(self.model, config.optimizer)
         self.sharders = make_sharders(self.specs, config.training.seed)
         self.compression = CompressionStats(self.specs, announce=False)
+        printed = [TTEmbeddingStats(self.specs)] if config.report.print_sharding_plan else []
         hbm = machine.hbm if config.planner.hbm is None else parse_bytes(config.planner.hbm)
         ddr = machine.ddr if config.planner.ddr is None else parse_bytes(config.planner.ddr)
         self._planner = TTEmbeddingShardingPlanner(
             topology=make_topology(replace(machine, hbm=hbm, ddr=ddr)),
             compression=self.specs,
             batch_size=config.training.batch_size,
-            stats=[EmbeddingStats(), self.compression] if config.report.print_sharding_plan else [self.compression],
+            costs=self._costs(),
+            pipeline_type=PipelineType.TRAIN_SPARSE_DIST,
+            stats=[*printed, self.compression],
             storage_reservation=FixedPercentageStorageReservation(config.planner.storage_reservation),
             constraints={
                 name: ParameterConstraints(
@@ -145,21 +163,59 @@ class Planning:
         )
 
     def plan(self, group: dist.ProcessGroup | None = None) -> ShardingPlan:
-        """Plans, on rank 0 of the group for all of it.
+        """Plans, on rank 0 of the group for all of it, or takes the plan of ``planner.plan``; writes it if asked to.
 
         Raises:
-            UserError: the tables do not fit.
+            UserError: the tables do not fit, or the plan cannot be written.
         """
-        try:
-            plan = (
-                self._planner.plan(self.model, self.sharders)
-                if group is None
-                else self._planner.collective_plan(self.model, self.sharders, group)
-            )
-        except PlannerError as error:
-            raise UserError(f"TorchRec's planner found no plan: {error}") from None
+        if self._loaded is not None:
+            plan = self._loaded.plan
+            self.compression.take(plan, self.model)
+        else:
+            try:
+                plan = (
+                    self._planner.plan(self.model, self.sharders)
+                    if group is None
+                    else self._planner.collective_plan(self.model, self.sharders, group)
+                )
+            except PlannerError as error:
+                raise UserError(f"TorchRec's planner found no plan: {error}") from None
         self.specs = {name: spec for name, spec in self.specs.items() if _is_tensor_train(plan, name)}
+        if self._settings.save_plan is not None and (group is None or dist.get_rank(group) == 0):
+            try:
+                save_plan(
+                    self._settings.save_plan,
+                    plan,
+                    self.model,
+                    self.specs,
+                    world_size=self._machine.world_size,
+                    local_world_size=self._machine.local_world_size,
+                )
+            except (OSError, ValueError) as error:
+                raise UserError(f"planner.save_plan: {error}") from None
         return plan
+
+    def _costs(self) -> CostConstants | None:
+        if self._settings.costs is None:
+            return None
+        try:
+            return CostConstants.load(self._settings.costs)
+        except (OSError, ValueError) as error:
+            raise UserError(f"planner.costs: {error}") from None
+
+    def _load(self) -> LoadedPlan | None:
+        if self._settings.plan is None:
+            return None
+        try:
+            return load_plan(
+                self._settings.plan,
+                self.model,
+                world_size=self._machine.world_size,
+                local_world_size=self._machine.local_world_size,
+                device=self._machine.kind,
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"planner.plan: {error}") from None
 
 
 def _is_tensor_train(plan: ShardingPlan, name: str) -> bool:

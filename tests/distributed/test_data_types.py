@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 from twins import Reference, Table, all_optimizers, full_state, make_batch, mixed_tables, shard, shared_tables
 
 from flowtt_torchrec.distributed import checkpoint
-from flowtt_torchrec.distributed.estimators import table_bytes
+from flowtt_torchrec.distributed.storage import Work, table_bytes
 from flowtt_torchrec.spec import TTSpec
 
 DTYPES = {DataType.BF16: torch.bfloat16, DataType.FP16: torch.float16}
@@ -86,14 +86,17 @@ def test_training_stays_near_float32(
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "gradient"), [("table_wise", 4), ("row_wise", 8), ("data_parallel", 2 * 2 + 4)]
+    ("sharding_type", "kept", "step"), [("table_wise", 0, 0), ("row_wise", 0, 9), ("data_parallel", 2, 4)]
 )
-def test_bytes_of_a_reduced_table(sharding_type: str, gradient: int) -> None:
-    """Cores in two bytes, gradients and fused state in four; DDP and a dense optimizer have the cores' type."""
+def test_bytes_of_a_reduced_table(sharding_type: str, kept: int, step: int) -> None:
+    """Cores in two bytes, fused state and sums of gradients in four; DDP and a dense optimizer have the cores' type."""
     spec = TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))
-    counted = table_bytes(spec, sharding_type, torchrec.optim.Adagrad, 0, element_size=2)
+    nothing = Work(0, 0, shards=1, world_size=1)
+    counted = table_bytes(spec, sharding_type, torchrec.optim.Adagrad, 2, work=nothing)
     n = spec.num_parameters
-    assert (counted.cores, counted.gradient) == (2 * n, gradient * n)
+    assert (counted.cores, counted.gradient) == (2 * n, kept * n)
+    outer = 4 * (spec.core_sizes[0] + spec.core_sizes[-1]) if sharding_type == "table_wise" else 0
+    assert counted.step == step * n + (8 + outer if sharding_type == "table_wise" else 0)  # 8: an offset
     assert counted.optimizer == (2 if sharding_type == "data_parallel" else 4) * n
 
 

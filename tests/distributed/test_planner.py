@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torchrec.optim
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -23,12 +18,12 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from twins import Table, apply_optimizer_in_backward, shard
+from twins import apply_optimizer_in_backward
 
+from flowtt_torchrec.costs import CostConstants, PassCost
 from flowtt_torchrec.distributed import (
     TTEmbeddingBagCollectionSharder,
     TTEmbeddingEnumerator,
@@ -36,7 +31,7 @@ from flowtt_torchrec.distributed import (
     TTPerfEstimator,
     TTStorageEstimator,
 )
-from flowtt_torchrec.distributed.estimators import occupied, table_bytes
+from flowtt_torchrec.distributed.estimators import occupied
 from flowtt_torchrec.spec import TTSpec
 
 GIB = 1024**3
@@ -117,10 +112,12 @@ def test_options_that_no_plan_gains_from_are_not_made() -> None:
     assert by_table["big"] == {("table_wise", CUSTOMIZED), ("data_parallel", CUSTOMIZED)}
     assert by_table["mid"] == {("table_wise", CUSTOMIZED)}
     two_hosts = Topology(world_size=16, local_world_size=8, compute_device="cuda")
+    enumerator = TTEmbeddingEnumerator(two_hosts, 2048, COMPRESSION)
     sharders: list[Any] = [TTEmbeddingBagCollectionSharder(COMPRESSION)]
-    options = TTEmbeddingEnumerator(two_hosts, 2048, COMPRESSION).enumerate(collection(), sharders)
-    types = {sharding_type for sharding_type, _ in kinds(options)["big"]}
-    assert types == {"table_wise", "data_parallel", "table_row_wise"}
+    by_table = kinds(enumerator.enumerate(collection(), sharders))
+    assert {sharding_type for sharding_type, _ in by_table["big"]} == {"table_wise", "data_parallel", "table_row_wise"}
+    again = kinds(enumerator.enumerate(collection(), sharders))  # of another model
+    assert again == by_table
     # with many equal tables a rank has several: none needs to be split, and all are better off undivided
     sizes = {f"t{i}": (1_000_000, 64) for i in range(40)}
     specs = {name: TTSpec.suggest(*size, 32) for name, size in sizes.items()}
@@ -144,112 +141,21 @@ ALL_TYPES = [t.value for t in ShardingType if t != ShardingType.GRID_SHARD]
 EVERYWHERE = {"big": ParameterConstraints(sharding_types=ALL_TYPES, min_partition=32)}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_storage_is_cores_state_gradient_plan_and_exchange(device: str) -> None:
-    seen = set()
-    for option in options_of(device, EVERYWHERE):
-        if option.name != "big":
-            continue
-        seen.add(option.sharding_type)
-        cores = 4 * BIG.num_parameters
-        local = option.sharding_type in ("data_parallel", "row_wise", "table_row_wise")
-        lookups = 2048 if local else 2 * 2048
-        gradient = cores if option.sharding_type == "table_wise" else 2 * cores
-        shards, columns = 1 if option.sharding_type == "table_wise" else 2, 128
-        if "column" in option.sharding_type:
-            shards, columns = 4, 32
-            gradient += 4 * BIG.narrow(32).num_parameters
-        bags = 2048 if option.sharding_type == "data_parallel" else 2 * 2048
-        exchange = lookups * 8 + bags * columns * 4  # ids in, pooled rows out
-        expected = cores + cores + gradient + 48 * lookups + exchange
-        assert len(option.shards) == shards
-        for shard_ in option.shards:
-            got = shard_.storage.hbm if device == "cuda" else shard_.storage.ddr
-            assert got == expected
-            assert shard_.storage.hbm + shard_.storage.ddr == got
-    assert seen == set(ALL_TYPES)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "table_wise", "data_parallel"),
-    [
-        (None, 0, 0),
-        (torch.optim.SGD, 0, 0),
-        (torch.optim.Adagrad, 4 * BIG.num_parameters, 4 * BIG.num_parameters),
-        (torchrec.optim.RowWiseAdagrad, 4 * sum(BIG.p), 4 * BIG.num_parameters),
-        (torch.optim.Adam, 8 * BIG.num_parameters, 8 * BIG.num_parameters),
-    ],
-)
-def test_optimizer_bytes(optimizer: Any, table_wise: int, data_parallel: int) -> None:
-    assert table_bytes(BIG, "table_wise", optimizer, 0).optimizer == table_wise
-    assert table_bytes(BIG, "data_parallel", optimizer, 0).optimizer == data_parallel
-
-
-def test_exchange_bytes_are_the_stock_estimators() -> None:
-    """With features, pooling factors and batch sizes of every kind, the part that is not ours is TorchRec's own."""
-    constraints = {
-        "big": ParameterConstraints(
-            sharding_types=ALL_TYPES,
-            min_partition=32,
-            pooling_factors=[3.0, 0.5],
-            num_poolings=[1.0, 2.0],
-            batch_sizes=[64, 512],
-        )
-    }
-    for device in ("cpu", "cuda"):
-        for option in options_of(device, constraints):
-            if option.name != "big":
-                continue
-            dense = with_kernel(option, "dense" if option.sharding_type == "data_parallel" else "fused")
-            sharders = {
-                sharder_name(EmbeddingBagCollection): TTEmbeddingBagCollectionSharder(COMPRESSION),
-            }
-            EmbeddingStorageEstimator(topology(device=device), constraints).estimate(
-                [dense], build_sharder_data_map(sharders)
-            )
-            local = option.sharding_type in ("data_parallel", "row_wise", "table_row_wise")
-            lookups = (3.0 * 64 + 0.5 * 2 * 512) * (1 if local else 2)
-            for ours, stock in zip(option.shards, dense.shards):
-                own = table_bytes(BIG, option.sharding_type, torch.optim.Adagrad, lookups, columns=stock.size[1]).total
-                weights_and_state = 2 * 4 * math.prod(stock.size)
-                exchange = stock.storage.hbm + stock.storage.ddr - weights_and_state
-                assert ours.storage.hbm + ours.storage.ddr - own == exchange
-
-
-def with_kernel(option: ShardingOption, kernel: str) -> ShardingOption:
-    other = copy.deepcopy(option)
-    other.compute_kernel = kernel
-    return other
-
-
-def test_what_a_rank_holds_is_what_was_estimated(one_rank: Callable[..., Any]) -> None:
-    def held(rank: int, world_size: int) -> None:
-        spec = TTSpec.suggest(100_000, 32, 16)
-        table = Table("t", 100_000, 32, ("f",), 0, spec)
-        for optimizer in (torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad):
-            model = shard([table], world_size, (optimizer, {"lr": 0.1}))
-            counted = table_bytes(spec, "table_wise", optimizer, 0)
-            cores = model.module.ebc.tt_cores()["t"]
-            assert sum(core.numel() * 4 for core in cores) == counted.cores
-            states = model.fused_optimizer.state_dict()["state"].values()
-            assert sum(tensor.numel() * 4 for state in states for tensor in state.values()) == counted.optimizer
-        for place, sharding_type in (("rw", "row_wise"), ((0, 0), "column_wise")):
-            shared = dataclasses.replace(table, place=place)
-            model = shard([shared], world_size, (torch.optim.Adagrad, {"lr": 0.1}))
-            counted = table_bytes(spec, sharding_type, torch.optim.Adagrad, 0)
-            cores = model.module.ebc.tt_cores()["t"]
-            assert sum(core.numel() * 4 for core in cores) == counted.cores
-            states = model.fused_optimizer.state_dict()["state"].values()
-            assert sum(tensor.numel() * 4 for state in states for tensor in state.values()) == counted.optimizer
-
-    one_rank(held)
+def slow(device: str, flops_per_ms: float) -> CostConstants:
+    """Constants that leave operations as all that counts."""
+    return CostConstants(device, "a test", PassCost(flops_per_ms, 1e12), PassCost(flops_per_ms / 3, 1e12))
 
 
 def perfs(
-    device: str, compression: dict[str, TTSpec], world_size: int = 2, **kwargs: Any
+    device: str,
+    compression: dict[str, TTSpec],
+    world_size: int = 2,
+    flops_per_ms: float | None = None,
+    **kwargs: Any,
 ) -> dict[tuple[str, str], Any]:
     """Perf of the first shard of each option."""
     topo = topology(world_size, device)
+    kwargs["costs"] = None if flops_per_ms is None else slow(device, flops_per_ms)
     sharder = TTEmbeddingBagCollectionSharder(compression)
     options = TTEmbeddingEnumerator(topo, 2048, compression, **kwargs).enumerate(collection(), [sharder])
     return {(o.name, o.sharding_type): o.shards[0].perf for o in options if o.compute_kernel == CUSTOMIZED}
@@ -345,18 +251,18 @@ def test_columns_are_cut_only_where_the_cores_can_be(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_shared_tables_are_priced_by_their_part_and_the_sum_of_cores(device: str) -> None:
     constraints = EVERYWHERE
-    slow = perfs(device, COMPRESSION, flops_per_ms=1e6, constraints=constraints)
-    whole = slow["big", "table_wise"]
-    assert slow["big", "row_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 2, rel=0.02)
-    assert slow["big", "column_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 4, rel=1e-6)
+    usual = perfs(device, COMPRESSION, flops_per_ms=1e6, constraints=constraints)
+    whole = usual["big", "table_wise"]
+    assert usual["big", "row_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 2, rel=0.02)
+    assert usual["big", "column_wise"].fwd_compute == pytest.approx(whole.fwd_compute / 4, rel=1e-6)
     topo = topology(2, device)
     ring = 4 * BIG.num_parameters / topo.intra_host_bw  # 2 (n - 1) / n with two ranks
     tiny_cores = {"big": TTSpec.suggest(40_000_000, 128, 2), "mid": MID}
     small = perfs(device, tiny_cores, flops_per_ms=1e6, constraints=constraints)
     less = 4 * tiny_cores["big"].num_parameters / topo.intra_host_bw
-    difference = slow["big", "row_wise"].bwd_comms - small["big", "row_wise"].bwd_comms
+    difference = usual["big", "row_wise"].bwd_comms - small["big", "row_wise"].bwd_comms
     assert difference == pytest.approx(ring - less, rel=1e-6)
-    difference = slow["big", "column_wise"].bwd_comms - small["big", "column_wise"].bwd_comms
+    difference = usual["big", "column_wise"].bwd_comms - small["big", "column_wise"].bwd_comms
     assert difference == pytest.approx(1.5 * (ring - less), rel=1e-6)  # four shards
 
 
@@ -436,3 +342,20 @@ def test_occupied() -> None:
     assert occupied(1e9, 10) == pytest.approx(10)
     assert occupied(10, 1e9) == pytest.approx(10)
     assert occupied(100, 100) == pytest.approx(100 * (1 - math.exp(-1)))
+
+
+def test_constants_of_another_device_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a test\) are of cpu, the topology is of cuda; measure there with"):
+        make_planner(topology=topology(2, "cuda"), costs=slow("cpu", 1e6))
+
+
+def test_lookups_and_flows_cost_time_of_their_own() -> None:
+    free = perfs("cpu", COMPRESSION, flops_per_ms=1e30)["big", "table_wise"]
+    costs = CostConstants("cpu", "a test", PassCost(1e30, 1e12, 1e-3, 1e-2), PassCost(1e30, 1e12, 2e-3, 0.0))
+    topo = topology(2, "cpu")
+    enumerator = TTEmbeddingEnumerator(topo, 2048, COMPRESSION, costs=costs)
+    options = enumerator.enumerate(collection(), [TTEmbeddingBagCollectionSharder(COMPRESSION)])
+    (perf,) = (o.shards[0].perf for o in options if (o.name, o.sharding_type) == ("big", "table_wise"))
+    flows = occupied(-(-40_000_000 // BIG.p[-1]), occupied(40_000_000, 4096))
+    assert perf.fwd_compute == pytest.approx(free.fwd_compute + 4.096 + flows / 100)
+    assert perf.bwd_compute == pytest.approx(free.bwd_compute + 8.192)

@@ -9,7 +9,7 @@ from test_planner import collection, topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, Perf, PlannerError, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 from flowtt_torchrec.distributed import (
@@ -25,12 +25,12 @@ from flowtt_torchrec.spec import TTSpec
 TYPES = ["table_wise", "data_parallel", "row_wise"]
 
 
-def search_space(tables: int, topo: Topology, auto: bool = False) -> list[ShardingOption]:
-    sizes = {f"t{i:02}": (100_000 * (i + 1), 32) for i in range(tables)}
+def search_space(tables: int, topo: Topology, auto: bool = False, equal: bool = False) -> list[ShardingOption]:
+    sizes = {f"t{i:02}": (100_000 * (1 if equal else i + 1), 32) for i in range(tables)}
     specs: Any = {name: TTSpec.suggest(*size, 8) for name, size in sizes.items()}
     specs = AutoCompression(specs) if auto else specs
     constraints = None if auto else {name: ParameterConstraints(sharding_types=TYPES) for name in sizes}
-    enumerator = TTEmbeddingEnumerator(topo, 512, specs, constraints)
+    enumerator = TTEmbeddingEnumerator(topo, 8 if equal else 512, specs, constraints)
     return enumerator.enumerate(collection(sizes=sizes), [TTEmbeddingBagCollectionSharder(specs)])
 
 
@@ -90,9 +90,14 @@ def test_the_first_plan_that_fits_is_found_to_the_step() -> None:
 
 
 def test_the_smallest_options_are_the_last_resort() -> None:
-    """The greedy steps end with each table's slowest option, which may be larger than another."""
-    topo = topology(2, "cuda", 0.012)
-    space = search_space(30, topo)
+    """The steps go from data-parallel over table-wise to row-wise, and only the plan in the middle fits."""
+    space = search_space(30, topology(2, "cuda", 1), equal=True)
+    for option in space:
+        time = ["data_parallel", "table_wise", "row_wise"].index(option.sharding_type) + 1.0
+        for part in option.shards:
+            part.perf = Perf(time, 0.0, 0.0, 0.0)
+    undivided = next(o.total_storage.hbm for o in space if o.sharding_type == "table_wise")
+    topo = topology(2, "cuda", 15.4 * undivided / 1024**3)  # 15 tables a rank, and no room for another that is on both
     tried = search(BisectingGreedyProposer(), space, topo, NoopPerfModel(topo).rate)
     assert {kind for kind, _ in tried[-1][0]} == {"table_wise"}
     assert all(rating == float("inf") for _, rating in tried[:-1])

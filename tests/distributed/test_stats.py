@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
 import pytest
 import torch
 from test_planner import COMPRESSION, collection, make_planner, topology
-from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 
-from flowtt_torchrec.distributed import CompressionStats, TTEmbeddingBagCollectionSharder, TTEmbeddingShardingPlanner
+from flowtt_torchrec.distributed import (
+    CompressionStats,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingShardingPlanner,
+    TTEmbeddingStats,
+)
 from flowtt_torchrec.spec import TTSpec
 
 CONSTRAINTS = {
@@ -84,7 +89,7 @@ def test_nothing_is_printed_without_a_plan_or_a_tt_table(capsys: pytest.CaptureF
 
 def test_the_default_stats_are_torchrecs_and_the_table() -> None:
     planner = TTEmbeddingShardingPlanner(topology(), compression=COMPRESSION)
-    assert [type(stats) for stats in planner._stats] == [EmbeddingStats, CompressionStats]
+    assert [type(stats) for stats in planner._stats] == [TTEmbeddingStats, CompressionStats]
 
 
 def test_tables_without_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,3 +97,20 @@ def test_tables_without_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None
     planner = make_planner(spec, stats=[CompressionStats(spec)])
     planner.plan(collection((torch.optim.SGD, {"lr": 0.1})), [TTEmbeddingBagCollectionSharder(spec)])
     assert planner.compression_rows[0].optimizer_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torchrecs_printout_has_the_bytes_of_the_cores(caplog: pytest.LogCaptureFixture, device: str) -> None:
+    planner = make_planner(stats=[TTEmbeddingStats(COMPRESSION)], constraints=CONSTRAINTS, topology=topology(2, device))
+    with caplog.at_level(logging.INFO, logger="torchrec.distributed.planner.stats"):
+        planner.plan(collection(), [TTEmbeddingBagCollectionSharder(COMPRESSION)])
+    lines = [record.getMessage().strip("# ") for record in caplog.records]
+    cores = 4 * (2 * COMPRESSION["big"].num_parameters + COMPRESSION["mid"].num_parameters)  # big is on both ranks
+    for heading in ("Compute Kernels Embedding Weights:", "Compute Kernels Optimizer State:"):
+        assert f"customized_kernel: {cores / 1e6:,.3f} MB" in lines[lines.index(heading) :][:5]
+    total = sum(
+        s.storage.hbm + s.storage.ddr for o in planner._best_plan or [] if o.name in CONSTRAINTS for s in o.shards
+    )
+    assert any(f"{total / 1e6:,.3f} MB" in line and "customized_kernel: HBM" in line for line in lines)
+    assert any("HBM (MB)" in line for line in lines)
+    assert not any("19.073" in line or "20,480" in line for line in lines)  # GB or MB of the dense table

@@ -29,6 +29,7 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingStorageEstimator,
     get_num_poolings,
 )
+from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import Perf, ShardingOption, Stats, Storage, Topology
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
@@ -70,6 +71,14 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
     (BaseEmbedding.forward, ["self", "features"]),
     (EmbeddingEnumerator.enumerate, ["self", "module", "sharders"]),
     (EmbeddingEnumerator._filter_compute_kernels, ["self", "name", "allowed_compute_kernels", "sharding_type"]),
+    (EmbeddingStats._log_compute_kernel_stats, ["self", "compute_kernels_stats", "description"]),
+    (
+        EmbeddingStats._log_rank_mem_usage_and_perf,
+        [
+            *("self", "topology", "used_ddr", "used_hbm", "perf", "stats", "used_sharding_types"),
+            "reserved_hbm_percent",
+        ],
+    ),
     (GreedyProposer.load, ["self", "search_space", "enumerator"]),
     (GreedyProposer.feedback, ["self", "partitionable", "plan", "perf_rating", "storage_constraint"]),
     (NoopPerfModel.rate, ["self", "plan"]),
@@ -162,6 +171,13 @@ def test_private_attributes() -> None:
         (EmbeddingShardingPlanner.plan, ["self._enumerator", "self._stats", "self._perf_model.rate"]),
         (GreedyProposer.load, ["self._sharding_options_by_fqn", "self._current_proposal"]),
         (EmbeddingEnumerator.enumerate, ["self._filter_compute_kernels("]),
+        (
+            EmbeddingStats.log,
+            [
+                *('"Compute Kernels Embedding Weights"', '"Compute Kernels Optimizer State"'),
+                '"Compute Kernels Total Estimated Memory (weights + optimizer + IO + pipeline)"',
+            ],
+        ),
         (ShardingOption.__init__, ["self._tensor"]),
         (GroupedPooledEmbeddingsLookup.__init__, ["_emb_modules", "self.grouped_configs", "self._feature_splits"]),
         *(

@@ -108,3 +108,24 @@ def test_dry_run_of_a_giant_table(tiny: Path, capsys: pytest.CaptureFixture[str]
     giant = ["--set", "data.generate.scale=395", "--set", "data.generate.max_rows=4000000000", "--ddr", "1GB"]
     assert main(["--config", str(tiny), *giant, "--dry-run", "--world-size", "2"]) == 0
     assert "4,000,000,000 x 8" in capsys.readouterr().out
+
+
+def test_a_plan_is_saved_and_used_again(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, machine = str(tmp_path / "plans" / "two.json"), ["--dry-run", "--world-size", "2"]
+    assert main(["--config", str(tiny), *machine, "--save-plan", plan]) == 0
+    made = capsys.readouterr().out
+    assert "data sheet" in made  # where the times are from
+    # which tables are tensor trains is the plan's to say
+    assert main(["--config", str(tiny), *machine, "--plan", plan, "--set", "compression.tables=dense"]) == 0
+    used = capsys.readouterr().out
+    assert made.split("Times of tensor trains")[0].rstrip(". ") in used
+    assert made.splitlines()[-1] == used.splitlines()[-1]
+    other = ["--dry-run", "--world-size", "4", "--plan", plan]
+    assert "plan is for 2 ranks, this job has 4: table" in _fails(["--config", str(tiny), *other], capsys)
+    assert "planner.plan: " in _fails(["--config", str(tiny), *machine, "--plan", "none.json"], capsys)
+    assert "has no cost constants" in _fails(["--config", str(tiny), *machine, "--costs", plan], capsys)
+
+
+def test_dry_run_for_more_ranks_than_rows(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(tiny), "--dry-run", "--world-size", "1024", "--device", "cuda"]) == 0
+    assert "dry run for 1024 ranks on cuda" in capsys.readouterr().out

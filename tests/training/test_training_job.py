@@ -22,6 +22,7 @@ STEPS = 120  # 2 epochs of 3000 rows, 2 ranks x 25 rows a step
 ARGUMENTS = [
     *("--config", "tiny.yaml", "--epochs", "2", "--set", "training.validation_freq_within_epoch=50"),
     *("--checkpoint-dir", "checkpoints", "--set", "checkpoint.every=30", "--report-dir", "report"),
+    *("--save-plan", "plan.json"),
 ]
 
 
@@ -219,3 +220,13 @@ def test_a_bad_line_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert str(SCRIPT) not in result.stdout.partition("rows.tsv:3001")[0], "no traceback"
     assert not (tmp_path / "report").exists()
     assert os.listdir(tmp_path / "checkpoints") == ["step-000000000030"]
+
+
+def test_a_saved_plan_trains_the_same(finished: tuple[Path, str], tmp_path: Path) -> None:
+    directory = _prepare(tmp_path)
+    plan = finished[0] / "plan.json"
+    result = run_job([*ARGUMENTS, "--plan", plan, "--set", "compression.tables=dense", "--epochs", "1"], directory)
+    assert result.returncode == 0, result.stdout
+    assert _report(directory)["tables"] == _report(finished[0])["tables"]
+    scores = _scores(directory)
+    assert scores[0][2] == _scores(finished[0])[0][2]  # the first loss

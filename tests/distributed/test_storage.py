@@ -1,0 +1,152 @@
+"""Bytes that the planner counts, beside the bytes that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchrec.optim
+from ranks import Ranks
+from test_planner import BIG, EVERYWHERE, options_of
+from torch.optim import SGD, Adagrad, Adam
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import PipelineType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from twins import Table, shard
+
+from flowtt_torchrec.distributed.storage import Work, table_bytes
+from flowtt_torchrec.spec import TTSpec
+
+ROWS, DIM, BATCH, LENGTH = 10_000, 32, 1024, 4
+LITTLE = TTSpec(ROWS, DIM, (20, 20, 25), (4, 4, 2), (16, 16))  # 0.09 MB beside 0.26 MB of pooled rows of two ranks
+LARGE = TTSpec(ROWS, DIM, (20, 25, 20), (2, 8, 2), (40, 40))  # 1.3 MB
+OPTIMIZERS: list[Any] = [SGD, Adagrad, torchrec.optim.RowWiseAdagrad, Adam]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "table_wise", "data_parallel"),
+    [
+        (None, 0, 0),
+        (SGD, 0, 0),
+        (Adagrad, 4 * BIG.num_parameters, 4 * BIG.num_parameters),
+        (torchrec.optim.RowWiseAdagrad, 4 * sum(BIG.p), 4 * BIG.num_parameters),
+        (Adam, 8 * BIG.num_parameters, 8 * BIG.num_parameters),
+    ],
+)
+def test_optimizer_bytes(optimizer: Any, table_wise: int, data_parallel: int) -> None:
+    assert table_bytes(BIG, "table_wise", optimizer).optimizer == table_wise
+    assert table_bytes(BIG, "data_parallel", optimizer).optimizer == data_parallel
+    assert table_bytes(BIG, "table_wise", optimizer, 2).optimizer == table_wise  # the state of bfloat16 is float32
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_shard_has_the_bytes_of_its_part(device: str) -> None:
+    for option in (o for o in options_of(device, EVERYWHERE) if o.name == "big"):
+        world = 1 if option.sharding_type == "data_parallel" else 2
+        lookups = 2048 * (1 if option.sharding_type in ("row_wise", "table_row_wise") else world)
+        work = Work(lookups, 2048 * world, len(option.shards), 2)
+        expected = table_bytes(
+            BIG, option.sharding_type, Adagrad, work=work, columns=option.shards[0].size[1], device=device
+        )
+        for part in option.shards:
+            there, elsewhere = part.storage.hbm, part.storage.ddr
+            assert {there, elsewhere} == {expected.total, 0}
+            assert (there > elsewhere) == (device == "cuda")
+
+
+def held(model: DistributedModelParallel) -> tuple[int, int]:
+    """Bytes of cores and of fused optimizer state on this rank."""
+    cores = [core for of_table in model.module.ebc.tt_cores().values() for core in of_table]
+    states = model.fused_optimizer.state_dict()["state"].values()
+    return size_of(cores), size_of(t for state in states for t in state.values() if t.numel() > 1)
+
+
+def size_of(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def peak(function: Callable[[], Any]) -> int:
+    """The most that torch has allocated on the CPU during a call and not freed, above what there was before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def batch(features: list[str], rows: int = ROWS) -> KeyedJaggedTensor:
+    bags = BATCH * len(features)
+    return KeyedJaggedTensor(features, torch.randint(0, rows, (bags * LENGTH,)), lengths=torch.full((bags,), LENGTH))
+
+
+def measure(world_size: int, place: Any, spec: TTSpec, optimizer: Any) -> tuple[int, int, int, int]:
+    """Cores, state, kept gradients, and the batch with what a step adds to it, of one table a rank."""
+    tables = [Table("t", ROWS, DIM, ("f",), place, spec)]
+    if place == 0 and world_size > 1:
+        tables.append(Table("u", ROWS, DIM, ("g",), 1, spec))  # as much for the other rank
+    model = shard(tables, world_size, (optimizer, {"lr": 0.01}))
+    features = batch([feature for table in tables for feature in table.features])
+
+    def step() -> None:
+        pooled = model.module.ebc(features).values()
+        pooled.backward(torch.ones_like(pooled))
+
+    step()
+    step()
+    cores = [core for of_table in model.module.ebc.tt_cores().values() for core in of_table]
+    gradients = size_of(core.grad for core in cores if core.grad is not None)
+    ids = size_of([features.values(), features.lengths()])
+    # gloo lets go of a buffer sooner or later
+    return *held(model), gradients, ids + min(peak(step) for _ in range(3))
+
+
+def compare(rank: int, world_size: int) -> list[str]:
+    """Every placement and size of cores; says what is off by more than 5 %."""
+    wrong = []
+    column_shards = 2
+    places = {"table_wise": 0, "data_parallel": "dp", "row_wise": "rw", "table_row_wise": "twrw0"}
+    places |= {"column_wise": (0, world_size - 1)}
+    for sharding_type, place in places.items():
+        optimizers = OPTIMIZERS if sharding_type == "row_wise" else [torchrec.optim.RowWiseAdagrad]
+        for spec, optimizer in [(LITTLE, Adagrad), *((LARGE, optimizer) for optimizer in optimizers)]:
+            cores, state, gradients, step = measure(world_size, place, spec, optimizer)
+            shards = {"table_wise": 1, "column_wise": column_shards}.get(sharding_type, world_size)
+            bags = BATCH * (1 if sharding_type == "data_parallel" else world_size)
+            work = Work(bags * LENGTH / (shards if "row" in sharding_type else 1), bags, shards, world_size)
+            columns = DIM // column_shards if sharding_type == "column_wise" else DIM
+            counted = table_bytes(spec, sharding_type, optimizer, work=work, columns=columns)
+            here = column_shards if sharding_type == "column_wise" and world_size == 1 else 1  # shards on this rank
+            assert (cores, gradients) == (here * counted.cores, counted.gradient)
+            if sharding_type == "data_parallel":
+                state = counted.optimizer  # the dense optimizer's, which is not here
+            assert state == here * counted.optimizer
+            total, estimate = cores + state + gradients + step, here * counted.total
+            if abs(estimate / total - 1) > 0.05:
+                wrong.append(
+                    f"{sharding_type} with {spec.num_bytes():,} bytes of cores on {world_size} ranks: {total:,} bytes "
+                    f"measured, {estimate:,} estimated ({estimate / total - 1:+.1%}); step {step:,}, {counted}"
+                )
+    return wrong
+
+
+def test_estimates_are_what_one_rank_takes(one_rank: Callable[..., Any]) -> None:
+    assert one_rank(compare) == []
+
+
+def test_estimates_are_what_two_ranks_take(two_ranks: Ranks) -> None:
+    assert two_ranks.run(compare) == [[], []]
+
+
+def test_pipelines_hold_more_batches() -> None:
+    work = Work(8192, 2048, 1, 2)
+    inputs = {
+        kind: table_bytes(LITTLE, "table_wise", SGD, work=work, pipeline_type=kind).input for kind in PipelineType
+    }
+    assert inputs[PipelineType.NONE] == 8 * (8192 + 2048)
+    assert inputs[PipelineType.TRAIN_SPARSE_DIST] == 4 * inputs[PipelineType.NONE]

@@ -1,0 +1,81 @@
+"""Cost constants: measured, fitted, written and read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowtt_torchrec import calibration
+from flowtt_torchrec.__main__ import main
+from flowtt_torchrec.calibration import _fit, calibrate
+from flowtt_torchrec.costs import DEFAULTS, CostConstants, PassCost, default_costs
+
+WORK = [(1e6, 100.0, 90.0), (4e6, 1000.0, 100.0), (8e6, 300.0, 299.0), (2e5, 3000.0, 10.0), (9e7, 9000.0, 3000.0)]
+
+
+@pytest.mark.parametrize("cost", [PassCost(2e6, 1e6, 1e-3, 5e-3), PassCost(5e5, 1e6, 0.0, 2e-3), PassCost(1e6, 1e6)])
+def test_a_fit_finds_what_made_the_times(cost: PassCost) -> None:
+    found = _fit(WORK, [cost.ms(flops, 0, lookups, flows) for flops, lookups, flows in WORK], 1e6)
+    assert found.flops_per_ms == pytest.approx(cost.flops_per_ms, rel=1e-3)
+    assert found.ms_per_lookup == pytest.approx(cost.ms_per_lookup, rel=1e-3, abs=1e-9)
+    assert found.ms_per_flow == pytest.approx(cost.ms_per_flow, rel=1e-3, abs=1e-9)
+
+
+def test_measured_constants_order_what_is_clearly_different(tmp_path: Path) -> None:
+    costs = calibrate("cpu", shapes=((20_000, 16, 4), (100_000, 64, 32)), lookups=(500, 8_000), repeats=2)
+    assert costs.device == "cpu"
+    assert costs.source.startswith("measured on ")
+    assert {"machine", "date", "versions", "threads", "backend"} <= costs.measured.keys()
+    for of_pass in (costs.forward, costs.backward):
+        assert of_pass.ms(64e6, 1e5, 8_000, 4_000) > 2 * of_pass.ms(1e5, 1e4, 500, 300)
+    path = tmp_path / "costs.json"
+    costs.save(path)
+    assert CostConstants.load(path) == costs
+
+
+def test_shipped_constants_say_that_they_are_not_measured() -> None:
+    for costs in DEFAULTS.values():
+        assert "not measured" in costs.source
+        assert not costs.measured
+    assert default_costs("cpu").device == "cpu"
+    assert default_costs("cuda") == DEFAULTS["a100"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 1, "device": "cpu"}'])
+def test_a_file_without_constants_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ValueError, match=r"costs\.json has no cost constants .*calibrate"):
+        CostConstants.load(tmp_path / "costs.json")
+
+
+def test_rates_must_be_above_zero() -> None:
+    with pytest.raises(ValueError, match="rates must be above 0"):
+        PassCost(0, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_says_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "costs.json"
+    monkeypatch.setattr(sys, "argv", ["flowtt_torchrec", "calibrate", "--device", "cuda", "--output", str(output)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "torch finds no GPU" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_the_command_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "costs.json"
+    monkeypatch.setattr(sys, "argv", ["flowtt_torchrec", "calibrate", "--output", str(output)])
+    monkeypatch.setattr(calibration, "SHAPES", ((20_000, 16, 4), (100_000, 64, 32)))
+    monkeypatch.setattr(calibration, "LOOKUPS", (500, 8_000))
+    main()
+    assert json.loads(output.read_text())["device"] == "cpu"
+    assert CostConstants.load(output).source in capsys.readouterr().out
