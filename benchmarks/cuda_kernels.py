@@ -21,6 +21,7 @@ MAX_WARPS = 64  # of a multiprocessor
 REGISTERS = 65_536
 # Shared memory of a multiprocessor, and the most of a block.
 DEVICES = {"sm_80": ("A100", 167_936, 166_912), "sm_90": ("H100, H200", 233_472, 232_448)}
+ELEMENTS = {"float": 4, "Bfloat16": 2}  # bytes; Float16 is like the latter
 SHAPES = {
     "rank 16, dim 64": TTSpec(1_000_000, 64, (100, 100, 100), (4, 4, 4), (16, 16)),
     "rank 32, dim 64": TTSpec(1_000_000, 64, (100, 100, 100), (4, 4, 4), (32, 32)),
@@ -62,11 +63,9 @@ def _name(mangled: str) -> str:
     if own is None:
         return "cub::" + (re.search(r"Device\w+?Kernel|EmptyKernel", mangled) or [mangled])[0]
     name = mangled[own.end() : own.end() + int(own[1])]
-    arguments = re.findall(r"(Float|Fixed)Sum|ILi(\d+)E|ELi(\d+)E", mangled[own.end() + int(own[1]) :])
-    kinds = [next(part for part in groups if part) for groups in arguments[:2]] if "cores" in name else []
-    if "update" in name:
-        kinds = [arguments[0][0]]
-    return f"{name}<{', '.join(kinds)}>" if kinds else name
+    template = re.match(r"I(.*?E)Ev", mangled[own.end() + int(own[1]) :])
+    kinds = re.findall(r"^f|(Bfloat16|Float16|(?:Float|Fixed)Sum)|Li(\d+)", template[1]) if template else []
+    return f"{name}<{', '.join(first or second or 'float' for first, second in kinds)}>" if kinds else name
 
 
 def blocks_per_multiprocessor(registers: int, shared_bytes: int, architecture: str) -> int:
@@ -86,24 +85,26 @@ def occupancies() -> list[tuple[str, str, str, int, int, int, float]]:
         tables = TTLayout([spec], ["t"]).tables
         for architecture, (_, _, limit) in DEVICES.items():
             for backward in (False, True):
-                _, shared, slab = torch.ops.flowtt.cuda_setting(tables, backward, limit)
-                name = f"backward_cores<Float, {slab}>" if backward else "forward_rows"
-                registers = of[name, architecture].registers
-                blocks = blocks_per_multiprocessor(registers, shared, architecture)
-                rows.append((shape, architecture, name, registers, shared, blocks, blocks * THREADS / 32 / MAX_WARPS))
+                for element, size in ELEMENTS.items():
+                    _, shared, slab = torch.ops.flowtt.cuda_setting(tables, backward, limit, size)
+                    name = f"backward_cores<{element}, FloatSum, {slab}>" if backward else f"forward_rows<{element}>"
+                    registers = of[name, architecture].registers
+                    blocks = blocks_per_multiprocessor(registers, shared, architecture)
+                    occupancy = blocks * THREADS / 32 / MAX_WARPS
+                    rows.append((shape, architecture, name, registers, shared, blocks, occupancy))
     return rows
 
 
 def main() -> None:
     if native.load_error is not None:
         raise SystemExit(native.load_error)
-    print(f"{'kernel':40} {'arch':6} {'registers':>9} {'stack':>6} {'spills':>6}")
+    print(f"{'kernel':44} {'arch':6} {'registers':>9} {'stack':>6} {'spills':>6}")
     for kernel in kernels():
-        print(f"{kernel.name:40.40} {kernel.architecture:6} {kernel.registers:9} {kernel.stack:6} {kernel.spills:6}")
-    print(f"\n{'shape':18} {'device':18} {'kernel':30} {'registers':>9} {'shared':>8} {'blocks':>6} {'occupancy':>9}")
+        print(f"{kernel.name:44.44} {kernel.architecture:6} {kernel.registers:9} {kernel.stack:6} {kernel.spills:6}")
+    print(f"\n{'shape':18} {'device':18} {'kernel':40} {'registers':>9} {'shared':>8} {'blocks':>6} {'occupancy':>9}")
     for shape, architecture, name, registers, shared, blocks, occupancy in occupancies():
         device = f"{DEVICES[architecture][0]} {architecture}"
-        print(f"{shape:18} {device:18} {name:30} {registers:9} {shared:8} {blocks:6} {occupancy:9.0%}")
+        print(f"{shape:18} {device:18} {name:40} {registers:9} {shared:8} {blocks:6} {occupancy:9.0%}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@
 namespace flowtt {
 namespace {
 
-std::atomic<bool> deterministic{false}, by_work{true}, steal{true}, checkpoint{true};
+std::atomic<bool> deterministic{false}, tf32{false}, by_work{true}, steal{true}, checkpoint{true};
 
 #ifdef FLOWTT_CUDA_EMULATION
 struct Device {
@@ -96,7 +96,8 @@ class Workspace {
               return tensors_.back().data_ptr();
             },
             stream_,
-            {by_work, steal, checkpoint}};
+            {by_work, steal, checkpoint},
+            tf32};
   }
 
  private:
@@ -184,7 +185,9 @@ struct Problem {
         parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
       }
     }
-    floats("weights", weights, {parameters});
+    check_shape("weights", weights, {parameters}, kDevice);
+    registered.add("weights", weights);
+    cores = {weights.data_ptr(), storage(weights)};
     check(reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % 16 == 0,
           "weights must start at a multiple of 16 bytes; a view into the middle of another tensor may not: clone it");
     weighted = factors.has_value();
@@ -193,9 +196,24 @@ struct Problem {
                static_cast<PoolingMode>(pooling_mode)};
   }
 
+  static Storage storage(const Tensor& weights) {
+    switch (weights.scalar_type()) {
+      case ScalarType::Float:
+        return Storage::kFloat32;
+      case ScalarType::BFloat16:
+        return Storage::kBfloat16;
+      case ScalarType::Half:
+        return Storage::kFloat16;
+      default:
+        check(false, "weights must be float32, bfloat16 or float16 on the GPU, not ", name_of(weights.scalar_type()),
+              "; float64 runs on the CPU");
+        return Storage::kFloat64;
+    }
+  }
+
   void floats(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) {
     check(tensor.scalar_type() == ScalarType::Float, name, " must be float32 on the GPU, not ",
-          name_of(tensor.scalar_type()), "; other types run on the CPU");
+          name_of(tensor.scalar_type()));
     check_shape(name, tensor, shape, kDevice);
     registered.add(name, tensor);
   }
@@ -207,6 +225,7 @@ struct Problem {
   }
 
   Registered registered;
+  cuda::Weights cores;
   cuda::HostBatch batch;
   cuda::PlanPointers plan;
   cuda::PoolingArguments pooling;
@@ -219,11 +238,11 @@ Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor off
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, total_dim, pooling_mode);
   const Device device(weights);
-  Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim});
+  Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim}, ScalarType::Float);
   problem.registered.add("output", output, false);
   Workspace workspace(weights, device.stream());
-  cuda::pooled_forward(problem.batch, problem.plan, static_cast<const float*>(weights.const_data_ptr()),
-                       problem.pooling, static_cast<float*>(output.mutable_data_ptr()), workspace.context());
+  cuda::pooled_forward(problem.batch, problem.plan, problem.cores, problem.pooling,
+                       static_cast<float*>(output.mutable_data_ptr()), workspace.context());
   return output;
 }
 
@@ -246,14 +265,14 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
   const Device device(weights);
-  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  Tensor grad_factors =
+      torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
-  Tensor grad_weights = torch::stable::new_empty(weights, weights.sizes());
+  Tensor grad_weights = torch::stable::new_empty(weights, {weights.numel()}, ScalarType::Float);
   problem.registered.add("gradient of the weights", grad_weights, false);
   Workspace workspace(weights, device.stream());
-  cuda::pooled_backward(problem.batch, problem.plan, static_cast<const float*>(weights.const_data_ptr()),
-                        problem.pooling, targets, static_cast<float*>(grad_weights.mutable_data_ptr()),
-                        workspace.context());
+  cuda::pooled_backward(problem.batch, problem.plan, problem.cores, problem.pooling, targets,
+                        static_cast<float*>(grad_weights.mutable_data_ptr()), workspace.context());
   return {grad_weights, grad_factors};
 }
 
@@ -269,8 +288,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay, double beta1, double beta2, int64_t step,
-                              int64_t /*rounding_seed*/) {
+                              double weight_decay, double beta1, double beta2, int64_t step, int64_t rounding_seed) {
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
   const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
@@ -278,7 +296,8 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   float* const first = momentum_data(problem, "momentum1", momentum1, sizes.first);
   float* const second = momentum_data(problem, "momentum2", momentum2, sizes.second);
   const Device device(weights);
-  Tensor grad_factors = torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0});
+  Tensor grad_factors =
+      torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
   const UpdateRule rule{kind,
                         static_cast<float>(learning_rate),
@@ -288,19 +307,24 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                         static_cast<float>(beta2),
                         static_cast<float>(bias_correction(beta1, step)),
                         static_cast<float>(bias_correction(beta2, step))};
-  const cuda::Update update{rule, first, second};
+  const cuda::Update update{rule, first, second, rounding_seed};
   Workspace workspace(weights, device.stream());
-  cuda::pooled_backward_update(problem.batch, problem.plan, static_cast<float*>(weights.mutable_data_ptr()),
-                               problem.pooling, targets, update, workspace.context());
+  cuda::pooled_backward_update(problem.batch, problem.plan, problem.cores, problem.pooling, targets, update,
+                               workspace.context());
   return grad_factors;
 }
 
-std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward, int64_t shared_limit) {
-  const cuda::LaunchSize size = cuda::launch_size(read_tables(tables), backward, static_cast<size_t>(shared_limit));
+std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward, int64_t shared_limit,
+                                                   int64_t element_bytes) {
+  check(element_bytes == 4 || element_bytes == 2, "element_bytes must be 4 or 2, not ", element_bytes);
+  const cuda::LaunchSize size = cuda::launch_size(read_tables(tables), static_cast<int>(element_bytes), backward,
+                                                  static_cast<size_t>(shared_limit));
   return {size.tile_rows, static_cast<int64_t>(size.shared_bytes), size.slab};
 }
 
 void use_deterministic_cuda(bool on) { deterministic = on; }
+
+void use_cuda_tf32(bool on) { tf32 = on; }
 
 void use_cuda_mapping(bool shares_by_work, bool steals, bool checkpoints) {
   by_work = shares_by_work;
@@ -326,4 +350,5 @@ STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
   m.impl("use_cuda_mapping", TORCH_BOX(&flowtt::use_cuda_mapping));
   m.impl("use_deterministic_cuda", TORCH_BOX(&flowtt::use_deterministic_cuda));
+  m.impl("use_cuda_tf32", TORCH_BOX(&flowtt::use_cuda_tf32));
 }

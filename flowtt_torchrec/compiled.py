@@ -99,6 +99,7 @@ class CompiledOps:
         per_sample_weights: Tensor | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
     ) -> Tensor:
+        self._mirror_settings(weights)
         return self._ops.pooled_forward(
             weights,
             layout.tables,
@@ -121,7 +122,7 @@ class CompiledOps:
         pooling_mode: PoolingMode = PoolingMode.SUM,
         per_sample_weights_grad: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        self._mirror_determinism(weights)
+        self._mirror_settings(weights)
         return self._ops.pooled_backward(
             grad_output.contiguous(),  # a sum's gradient comes expanded, with strides of 0
             weights,
@@ -151,7 +152,7 @@ class CompiledOps:
         rounding_seed: int = TO_NEAREST,
         learning_rate: Tensor | None = None,  # for a compiled graph, in the place of the optimizer's
     ) -> Tensor:
-        self._mirror_determinism(weights)
+        self._mirror_settings(weights)
         in_graph = learning_rate is not None
         update = getattr(self._ops, _UPDATE_FOR_GRAPHS) if in_graph else self._ops.pooled_backward_update
         return update(
@@ -186,15 +187,16 @@ class CompiledOps:
         """
         self._ops.use_cuda_mapping(by_work, steal, checkpoint)
 
-    def _mirror_determinism(self, weights: Tensor) -> None:
-        # The stable ABI has no way to ask torch. On the CPU everything is deterministic.
+    def _mirror_settings(self, weights: Tensor) -> None:
+        # The stable ABI has no way to ask torch. On the CPU everything is deterministic and exact.
         if weights.is_cuda or self._emulated:
             self._ops.use_deterministic_cuda(torch.are_deterministic_algorithms_enabled())
+            self._ops.use_cuda_tf32(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
     def _pooled_forward_gradient(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *args, per_sample_weights = ctx.saved_tensors
         wants_weights, wants_per_sample_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[10]
-        self._mirror_determinism(args[0])
+        self._mirror_settings(args[0])
         grad_weights, grad_per_sample_weights = self._ops.pooled_backward(
             grad_output.contiguous(), *args, per_sample_weights, ctx.pooling_mode, wants_per_sample_weights
         )

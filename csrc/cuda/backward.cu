@@ -8,21 +8,22 @@ namespace flowtt::cuda {
 namespace {
 
 // What the gradients of rows lead to.
+template <class Element>
 struct Backward {
   const Setting& setting;
   const DeviceBatch& batch;
   const DevicePlan& plan;
-  const float* weights;
+  Element* weights;
   const float* row_gradients;
   const Context& context;
 
   template <class Sum, int SLAB>
   void launch(const Sum& sum) const {
-    const auto kernel = backward_cores<Sum, SLAB>;
+    const auto kernel = backward_cores<Element, Sum, SLAB>;
     const unsigned grid = persistent_grid(kernel, setting, batch.num_lookups);
     const Schedule schedule = share(setting, plan, grid, 0, context);
-    const BackwardArguments<Sum> arguments{batch,   plan,          schedule,           setting.sizes,
-                                           weights, row_gradients, setting.row_stride, sum};
+    const BackwardArguments<Element, Sum> arguments{
+        batch, plan, schedule, setting.sizes, context.tf32, weights, row_gradients, setting.row_stride, sum};
     check(FLOWTT_LAUNCH(kernel, grid, kThreads, setting.shared_bytes, context.stream, arguments), "backward_cores");
   }
 
@@ -40,7 +41,8 @@ struct Backward {
           "memset");
     check(cudaMemsetAsync(largest, 0, 2 * sizeof *largest, context.stream), "memset");
     const auto grid = static_cast<unsigned>(4 * multiprocessors());
-    check(FLOWTT_LAUNCH(largest_weight, grid, kThreads, 0, context.stream, weights, setting.num_parameters, largest),
+    check(FLOWTT_LAUNCH(largest_weight<Element>, grid, kThreads, 0, context.stream, weights, setting.num_parameters,
+                        largest),
           "largest_weight");
     check(FLOWTT_LAUNCH(largest_row_gradient, grid, kThreads, 0, context.stream, batch, plan, row_gradients,
                         setting.row_stride, largest + 1),
@@ -60,12 +62,12 @@ struct Backward {
 
 // Gradients of the distinct rows, and of the per-sample weights if asked for.
 const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, const DevicePlan& plan,
-                           const float* weights, const Setting& setting, const PoolingArguments& pooling,
+                           const Weights& weights, const Setting& setting, const PoolingArguments& pooling,
                            const BackwardTargets& targets, const Context& context) {
   const int64_t n = batch.num_lookups, spans = (n + 31) / 32;
   const int32_t* const row_of_lookup = number_lookups(plan, n, context);
   if (targets.grad_factors != nullptr) {
-    const Setting forward = choose_setting(batch.tables, Direction::kForward, shared_limit());
+    const Setting forward = choose_setting(batch.tables, weights.element_bytes(), Direction::kForward, shared_limit());
     const DeviceBatch described = upload(batch, forward.tables, context);
     const float* const rows = make_rows(forward, described, plan, weights, context);
     check(FLOWTT_LAUNCH(factor_gradients, blocks_for(n, kWarps), kThreads, 0, context.stream, device, plan,
@@ -88,8 +90,8 @@ const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, co
   return sums;
 }
 
-template <class Sum>
-void step(const Backward& backward, const Sum& sum, float* weights, const Update& update) {
+template <class Element, class Sum>
+void step(const Backward<Element>& backward, const Sum& sum, const Update& update) {
   const Setting& setting = backward.setting;
   const cudaStream_t stream = backward.context.stream;
   auto* const touched = allocate<uint8_t>(backward.context, "touched slices", setting.num_slices);
@@ -98,19 +100,23 @@ void step(const Backward& backward, const Sum& sum, float* weights, const Update
                       backward.plan, touched),
         "mark_touched");
   const auto grid = static_cast<unsigned>(std::min<int64_t>(setting.num_slices, 8 * multiprocessors()));
-  check(FLOWTT_LAUNCH(update_slices<Sum>, grid, kThreads, update_shared_bytes(), stream, backward.batch, touched,
-                      setting.num_slices, sum, update.rule, weights, update.momentum1, update.momentum2),
+  const auto kernel = update_slices<Element, Sum>;
+  check(FLOWTT_LAUNCH(kernel, grid, kThreads, update_shared_bytes(), stream, backward.batch, touched,
+                      setting.num_slices, sum, update.rule, Rounding{update.rounding_seed}, backward.weights,
+                      update.momentum1, update.momentum2),
         "update_slices");
 }
 
 }  // namespace
 
-size_t backward_shared_bytes(const SharedSizes& sizes) { return BackwardShared(sizes).bytes; }
+size_t backward_shared_bytes(const SharedSizes& sizes, int element_bytes) {
+  return element_bytes == 4 ? BackwardShared<float>(sizes).bytes : BackwardShared<Bfloat16>(sizes).bytes;
+}
 
-void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                      const PoolingArguments& pooling, const BackwardTargets& targets, float* grad_weights,
                      const Context& context) {
-  const Setting setting = choose_setting(batch.tables, Direction::kBackward, shared_limit());
+  const Setting setting = choose_setting(batch.tables, weights.element_bytes(), Direction::kBackward, shared_limit());
   const auto bytes = static_cast<size_t>(setting.num_parameters) * sizeof(float);
   if (batch.num_lookups == 0 || !targets.deterministic) {
     check(cudaMemsetAsync(grad_weights, 0, bytes, context.stream), "memset");
@@ -119,34 +125,40 @@ void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const flo
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
   const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
-  const Backward backward{setting, device, on_device, weights, sums, context};
-  if (!targets.deterministic) return backward.add_to(FloatSum{grad_weights});
-  const FixedSum sum = backward.fixed_sum();
-  backward.add_to(sum);
-  check(FLOWTT_LAUNCH(to_floats, static_cast<unsigned>(4 * multiprocessors()), kThreads, 0, context.stream, sum,
-                      setting.num_parameters, grad_weights),
-        "to_floats");
+  with_elements(weights, [&](auto* elements) {
+    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device, on_device,
+                                                                       elements, sums,   context};
+    if (!targets.deterministic) return backward.add_to(FloatSum{grad_weights});
+    const FixedSum sum = backward.fixed_sum();
+    backward.add_to(sum);
+    check(FLOWTT_LAUNCH(to_floats, static_cast<unsigned>(4 * multiprocessors()), kThreads, 0, context.stream, sum,
+                        setting.num_parameters, grad_weights),
+          "to_floats");
+  });
 }
 
-void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, float* weights,
+void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                             const PoolingArguments& pooling, const BackwardTargets& targets, const Update& update,
                             const Context& context) {
   if (batch.num_lookups == 0) return;
-  const Setting setting = choose_setting(batch.tables, Direction::kBackward, shared_limit());
+  const Setting setting = choose_setting(batch.tables, weights.element_bytes(), Direction::kBackward, shared_limit());
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
   const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
-  const Backward backward{setting, device, on_device, weights, sums, context};
-  if (targets.deterministic) {
-    const FixedSum sum = backward.fixed_sum();
+  with_elements(weights, [&](auto* elements) {
+    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device, on_device,
+                                                                       elements, sums,   context};
+    if (targets.deterministic) {
+      const FixedSum sum = backward.fixed_sum();
+      backward.add_to(sum);
+      return step(backward, sum, update);
+    }
+    const FloatSum sum{allocate<float>(context, "gradients", setting.num_parameters)};
+    check(cudaMemsetAsync(sum.data, 0, static_cast<size_t>(setting.num_parameters) * sizeof(float), context.stream),
+          "memset");
     backward.add_to(sum);
-    return step(backward, sum, weights, update);
-  }
-  const FloatSum sum{allocate<float>(context, "gradients", setting.num_parameters)};
-  check(cudaMemsetAsync(sum.data, 0, static_cast<size_t>(setting.num_parameters) * sizeof(float), context.stream),
-        "memset");
-  backward.add_to(sum);
-  step(backward, sum, weights, update);
+    step(backward, sum, update);
+  });
 }
 
 }  // namespace flowtt::cuda

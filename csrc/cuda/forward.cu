@@ -3,11 +3,11 @@
 
 namespace flowtt::cuda {
 
-void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                     const PoolingArguments& pooling, float* output, const Context& context) {
   const int64_t bags = batch.num_features * batch.batch_size;
   if (bags == 0) return;
-  const Setting setting = choose_setting(batch.tables, Direction::kForward, shared_limit());
+  const Setting setting = choose_setting(batch.tables, weights.element_bytes(), Direction::kForward, shared_limit());
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
   const bool has_rows = batch.num_lookups > 0;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "flowtt/plan.h"
+#include "flowtt/rounding.h"
 #include "flowtt/table.h"
 
 namespace flowtt::cuda {
@@ -35,6 +36,15 @@ struct Context {
   std::function<void*(const char* name, size_t bytes)> allocate;  // device memory that lives as long as the op
   cudaStream_t stream;
   Mapping mapping;
+  bool tf32;  // products of float32 cores may have the accuracy of TF32
+};
+
+// The cores: float32, bfloat16 or float16.
+struct Weights {
+  void* data;
+  Storage storage;
+
+  int element_bytes() const { return storage == Storage::kFloat32 ? 4 : 2; }
 };
 
 struct PlanPointers {
@@ -58,6 +68,7 @@ struct BackwardTargets {
 struct Update {
   UpdateRule rule;
   float *momentum1, *momentum2;  // of each parameter, the first of each slice for row-wise Adagrad; or null
+  int64_t rounding_seed;         // of 16-bit weights in this step; -1: to the nearest
 };
 
 // Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions
@@ -66,16 +77,16 @@ void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indic
                     const FlowPlanBuffers& plan, int64_t* counts, const Context& context);
 
 // output [batch_size, total_dim]
-void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                     const PoolingArguments& pooling, float* output, const Context& context);
 
-// grad_weights: like the weights
-void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const float* weights,
+// grad_weights: like the weights, float32
+void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                      const PoolingArguments& pooling, const BackwardTargets& targets, float* grad_weights,
                      const Context& context);
 
 // Steps the optimizer on `weights` in place.
-void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, float* weights,
+void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,
                             const PoolingArguments& pooling, const BackwardTargets& targets, const Update& update,
                             const Context& context);
 
@@ -86,6 +97,6 @@ struct LaunchSize {
 };
 
 // How forward or backward of these tables is launched on a device with this much shared memory a block.
-LaunchSize launch_size(const std::vector<Table>& tables, bool backward, size_t shared_limit);
+LaunchSize launch_size(const std::vector<Table>& tables, int element_bytes, bool backward, size_t shared_limit);
 
 }  // namespace flowtt::cuda

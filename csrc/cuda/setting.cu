@@ -15,7 +15,7 @@ SharedSizes shared_sizes(std::vector<DeviceTable>& tables, int tile_rows, Direct
     t.max_flows = std::clamp(kMaxLeftRows / t.left_rows, 1, tile_rows);
     const int left_rows = t.max_flows * t.left_rows;
     sizes.left = std::max(sizes.left, left_rows * t.left_pitch);
-    sizes.owner = std::max(sizes.owner, t.left_rank4 * t.slab_pitch);
+    sizes.owner = std::max(sizes.owner, t.left_rank4 * t.owner_pitch);
     sizes.c = std::max(sizes.c, left_rows * t.slab_pitch);
     sizes.last = std::max(sizes.last, tile_rows * t.last_pitch);
     if (direction == Direction::kForward) continue;
@@ -25,8 +25,9 @@ SharedSizes shared_sizes(std::vector<DeviceTable>& tables, int tile_rows, Direct
   return sizes;
 }
 
-size_t shared_bytes(const SharedSizes& sizes, Direction direction) {
-  return direction == Direction::kForward ? forward_shared_bytes(sizes) : backward_shared_bytes(sizes);
+size_t shared_bytes(const SharedSizes& sizes, int element_bytes, Direction direction) {
+  return direction == Direction::kForward ? forward_shared_bytes(sizes, element_bytes)
+                                          : backward_shared_bytes(sizes, element_bytes);
 }
 
 void write(const void* data, size_t bytes, void* to, const Context& context) {
@@ -43,11 +44,11 @@ void write(const void* data, size_t bytes, void* to, const Context& context) {
 
 }  // namespace
 
-Setting choose_setting(const std::vector<Table>& tables, Direction direction, size_t limit) {
+Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Direction direction, size_t limit) {
   Setting setting{};
   setting.slab = kSmallSlab;
   for (size_t i = 0; i < tables.size(); ++i) {
-    const DeviceTable t = device_table(tables[i], kLargeSlab);
+    const DeviceTable t = device_table(tables[i], kLargeSlab, element_bytes);
     if (t.left_rank4 * t.rank4 > kLargeSlab) {
       throw std::runtime_error("flowtt: table number " + std::to_string(i) + " has ranks " +
                                std::to_string(t.left_rank) + " and " + std::to_string(t.rank) +
@@ -59,7 +60,8 @@ Setting choose_setting(const std::vector<Table>& tables, Direction direction, si
   }
   int64_t row_cost = 0, flow_cost = 0;
   for (const Table& table : tables) {
-    const DeviceTable& t = setting.tables.emplace_back(device_table(table, setting.slab));
+    const DeviceTable& t = setting.tables.emplace_back(device_table(table, setting.slab, element_bytes));
+    setting.slabs = std::max(setting.slabs, (t.owner_q + t.slab_q - 1) / t.slab_q);
     row_cost += int64_t{t.dim} * t.rank;
     flow_cost += int64_t{t.left_rows} * t.owner_q * t.left_rank * t.rank;
     for (int k = 0; k < t.num_cores; ++k) {
@@ -77,7 +79,7 @@ Setting choose_setting(const std::vector<Table>& tables, Direction direction, si
     for (int rows = kMaxTileRows; rows >= (most < limit ? kMaxTileRows / 2 : 1); rows /= 2) {
       setting.tile_rows = rows;
       setting.sizes = shared_sizes(setting.tables, rows, direction);
-      setting.shared_bytes = shared_bytes(setting.sizes, direction);
+      setting.shared_bytes = shared_bytes(setting.sizes, element_bytes, direction);
       if (setting.shared_bytes <= most) return setting;
     }
   }
@@ -86,8 +88,9 @@ Setting choose_setting(const std::vector<Table>& tables, Direction direction, si
                            "; choose smaller ranks, or factors q of more equal size");
 }
 
-LaunchSize launch_size(const std::vector<Table>& tables, bool backward, size_t shared_limit) {
-  const Setting setting = choose_setting(tables, backward ? Direction::kBackward : Direction::kForward, shared_limit);
+LaunchSize launch_size(const std::vector<Table>& tables, int element_bytes, bool backward, size_t shared_limit) {
+  const Direction direction = backward ? Direction::kBackward : Direction::kForward;
+  const Setting setting = choose_setting(tables, element_bytes, direction, shared_limit);
   return {setting.tile_rows, setting.shared_bytes, setting.slab};
 }
 
@@ -122,6 +125,7 @@ Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, 
                           mapping.steal,
                           leave,
                           setting.tile_rows,
+                          setting.slabs,
                           setting.row_cost,
                           mapping.by_work ? setting.flow_cost : 0};
   check(FLOWTT_LAUNCH(share_tiles, blocks_for(blocks), kThreads, 0, context.stream, plan, schedule,

@@ -7,6 +7,7 @@
 
 #include "cuda/launch.h"
 #include "flowtt/device_batch.cuh"
+#include "flowtt/element.cuh"
 
 namespace flowtt::cuda {
 
@@ -45,6 +46,7 @@ struct Setting {
   size_t shared_bytes;
   int tile_rows;
   int slab;        // kSmallSlab or kLargeSlab
+  int slabs;       // of the largest middle slice
   int row_stride;  // of rows and of their gradients
   int64_t num_parameters, num_slices;
   int row_cost, flow_cost;
@@ -52,7 +54,7 @@ struct Setting {
 
 enum class Direction { kForward, kBackward };
 
-Setting choose_setting(const std::vector<Table>& tables, Direction direction, size_t limit);
+Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Direction direction, size_t limit);
 
 // Descriptors on the device, and the rest of what kernels know of a batch.
 DeviceBatch upload(const HostBatch& batch, const std::vector<DeviceTable>& tables, const Context& context);
@@ -67,7 +69,7 @@ unsigned persistent_grid(Kernel kernel, const Setting& setting, int64_t num_rows
         "cudaFuncSetAttribute");
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, function, kThreads, setting.shared_bytes),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  const int64_t tiles = (num_rows + setting.tile_rows - 1) / setting.tile_rows;
+  const int64_t tiles = (num_rows + setting.tile_rows - 1) / setting.tile_rows * setting.slabs;
   return static_cast<unsigned>(std::min<int64_t>(int64_t{multiprocessors()} * std::max(each, 1), tiles));
 }
 
@@ -77,12 +79,27 @@ Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, 
 // Distinct row of every lookup.
 int32_t* number_lookups(const DevicePlan& plan, int64_t num_lookups, const Context& context);
 
-size_t forward_shared_bytes(const SharedSizes& sizes);
-size_t backward_shared_bytes(const SharedSizes& sizes);
+size_t forward_shared_bytes(const SharedSizes& sizes, int element_bytes);
+size_t backward_shared_bytes(const SharedSizes& sizes, int element_bytes);
 
 // The distinct rows [num_lookups at most, row_stride].
-float* make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& plan, const float* weights,
+float* make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& plan, const Weights& weights,
                  const Context& context);
+
+// Calls body with the weights' elements.
+template <class Body>
+void with_elements(const Weights& weights, const Body& body) {
+  switch (weights.storage) {
+    case Storage::kFloat32:
+      return body(static_cast<float*>(weights.data));
+    case Storage::kBfloat16:
+      return body(static_cast<Bfloat16*>(weights.data));
+    case Storage::kFloat16:
+      return body(static_cast<Float16*>(weights.data));
+    case Storage::kFloat64:
+      throw std::runtime_error("flowtt: the CUDA kernels have no float64 cores; use float32");
+  }
+}
 
 inline DevicePlan device_plan(const PlanPointers& plan) {
   return {plan.lookups, plan.bags, plan.row_keys, plan.row_starts, plan.flow_starts, plan.counts};

@@ -11,7 +11,10 @@ namespace {
 
 // Files whose lines say nothing to a reader: helpers that are inlined into kernels.
 bool is_helper(const std::string& line) {
-  return line.find("cuda_emulation.h:") != std::string::npos || line.find("platform.cuh:") != std::string::npos;
+  for (const char* file : {"cuda_emulation.h:", "platform.cuh:", "element.cuh:"}) {
+    if (line.find(file) != std::string::npos) return true;
+  }
+  return false;
 }
 
 std::string look_up(void* pc) {

@@ -254,7 +254,7 @@ def test_what_is_not_supported_is_said(emulator):
         shifted = torch.zeros(layout.num_parameters + 1)[1:]
         with pytest.raises(RuntimeError, match="weights must start at a multiple of 16 bytes"):
             ops.lookup(shifted, layout, *batch)
-        with pytest.raises(RuntimeError, match="weights must be float32 on the GPU, not float64; other types run on"):
+        with pytest.raises(RuntimeError, match="weights must be float32, bfloat16 or float16 on the GPU, not float64"):
             ops.lookup(random_weights(layout), layout, *batch)
         layout = TTLayout([TTSpec(64, 64, (4, 4, 4), (4, 4, 4), (16, 16))], ["t"])
         emulator.cuda_emulation_set_shared_bytes(4_000)

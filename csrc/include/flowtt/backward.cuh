@@ -9,33 +9,45 @@
 #include "flowtt/gradient_sum.cuh"
 #include "flowtt/products.cuh"
 #include "flowtt/schedule.cuh"
+#include "flowtt/tensor_gradients.cuh"
 
 namespace flowtt {
 
+// In shared memory, as every thread would have to keep it: the slab that is in `owner`, and whose gradient the threads
+// have. slice -1: none.
+struct LoadedSlab {
+  const DeviceTable* table;
+  int64_t slice;
+  Slab slab;
+};
+
+template <class Element>
 struct BackwardShared {
-  int tile, word, left, owner, c, last, row, left_gradient;
+  int tile, loaded, word, left, owner, c, last, row, left_gradient;
   size_t bytes;
   __host__ __device__ explicit BackwardShared(const SharedSizes& sizes) {
     SharedPlan plan;
     tile = plan.take<Tile>(1);
+    loaded = plan.take<LoadedSlab>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
-    owner = plan.take<float>(sizes.owner);
+    owner = plan.take<Element>(sizes.owner);
     c = plan.take<float>(sizes.c);  // C, then dC
-    last = plan.take<float>(sizes.last);
+    last = plan.take<Element>(sizes.last);
     row = plan.take<float>(sizes.row);
     left_gradient = plan.take<float>(sizes.left_gradient);
     bytes = plan.bytes();
   }
 };
 
-template <class Sum>
+template <class Element, class Sum>
 struct BackwardArguments {
   DeviceBatch batch;
   DevicePlan plan;
   Schedule schedule;
   SharedSizes sizes;
-  const float* weights;
+  bool tf32;  // is accurate enough
+  const Element* weights;
   const float* row_gradients;  // [distinct rows, row_stride]
   int row_stride;
   Sum gradients;  // like the weights
@@ -75,6 +87,7 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
     const float* const product = c + (tile.row_flow[u] - first_flow) * table.left_rows * table.slab_pitch + k;
     const float* const gradient = row + u * table.row_pitch + slab.first_q * table.last_q4 + h;
     float4 sum[4] = {};
+#pragma unroll 1
     for (int m = 0; m < table.left_rows; ++m) {
 #pragma unroll 2
       for (int j = 0; j < slab.num_q; ++j) {
@@ -103,17 +116,20 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
 }
 
 // dC = sum over the flow's rows in this tile of dE last^T, in place of C.
+template <class Element>
 __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
-                                                  int end, float* c, const float* last, const float* row) {
+                                                  int end, float* c, const Element* last, const float* row) {
   const int steps = table.rank4 / 4, height = table.left_rows * slab.num_q;
   for (int item = threadIdx.x; item < (end - begin) * height * steps; item += kThreads) {
     const int flow = item / (height * steps), k = item % steps, m = item / steps % height;
     const int left_row = m / slab.num_q, j = m % slab.num_q;
     const int gradient_row = (left_row * table.owner_q + slab.first_q + j) * table.last_q4;
     float sum[4] = {};
+#pragma unroll 1
     for (int u = tile.flow_first[begin + flow]; u < tile.flow_first[begin + flow + 1]; ++u) {
       const float* const gradient = row + u * table.row_pitch + gradient_row;
-      const float* const d = last + u * table.last_pitch + k * table.last_q4;
+      const Element* const d = last + u * table.last_pitch + k * table.last_q4;
+#pragma unroll 1
       for (int h = 0; h < table.last_q4; h += 4) {
         const float4 e = load4(gradient + h);
 #pragma unroll
@@ -127,9 +143,9 @@ __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab
 }
 
 // dleft = dC owner^T, given to put(row of the stacked left factors, column, value).
-template <int TM, class Put>
-__device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab slab, const float* c, const float* owner,
-                                               int rows, const Put& put) {
+template <int TM, class Element, class Put>
+__device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab slab, const float* c,
+                                               const Element* owner, int rows, const Put& put) {
   const int steps = table.left_rank4 / 4, groups = (rows + TM - 1) / TM;
   for (int item = threadIdx.x; item < groups * steps; item += kThreads) {
     const int group = item / steps, k = item % steps;
@@ -139,13 +155,15 @@ __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab sl
     float sum[TM][4] = {};
     for (int j = 0; j < slab.num_q; ++j) {
 #pragma unroll 1
-      for (int r = j * table.rank_pitch; r < j * table.rank_pitch + table.rank4; r += 4) {
+      for (int r = 0; r < table.rank4; r += 4) {
         float4 b[4];
 #pragma unroll
-        for (int l = 0; l < 4; ++l) b[l] = load4(owner + (k + l * steps) * table.slab_pitch + r);
+        for (int l = 0; l < 4; ++l) {
+          b[l] = load4(owner + (k + l * steps) * table.owner_pitch + j * table.owner_piece + r);
+        }
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
-          const float4 x = load4(a[i] + r);
+          const float4 x = load4(a[i] + j * table.rank_pitch + r);
 #pragma unroll
           for (int l = 0; l < 4; ++l) dot4(sum[i][l], x, b[l]);
         }
@@ -163,33 +181,35 @@ __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab sl
 }
 
 // Four cores: from the gradient of left = G_1 * G_2 to those of G_1 and G_2.
-template <class Sum>
+template <class Element, class Sum>
 __device__ __forceinline__ void split_left_gradients(const DeviceTable& table, const Tile& tile, int begin, int end,
-                                                     const float* weights, const float* left_gradient,
+                                                     const Element* weights, const float* left_gradient,
                                                      const Sum& gradients) {
   const int q1 = table.q[0], q2 = table.q[1], r1 = table.r[1], r2 = table.left_rank;
   for (int i = threadIdx.x; i < (end - begin) * q1 * r1; i += kThreads) {
     const int flow = i / (q1 * r1), m = i / r1 % q1, k = i % r1;
-    const float* const second = weights + tile.flow_left[1][begin + flow] + k * q2 * r2;
+    const Element* const second = weights + tile.flow_left[1][begin + flow] + k * q2 * r2;
     float sum = 0.f;
+#pragma unroll 1
     for (int j = 0; j < q2; ++j) {
       const float* const gradient = left_gradient + (flow * table.left_rows + m * q2 + j) * table.left_pitch;
-      for (int r = 0; r < r2; ++r) sum += gradient[r] * __ldg(second + j * r2 + r);
+      for (int r = 0; r < r2; ++r) sum += gradient[r] * read(second + j * r2 + r);
     }
     gradients.add(tile.flow_left[0][begin + flow] + m * r1 + k, sum);
   }
   for (int i = threadIdx.x; i < (end - begin) * r1 * q2 * r2; i += kThreads) {
     const int flow = i / (r1 * q2 * r2), k = i / (q2 * r2) % r1, j = i / r2 % q2, r = i % r2;
-    const float* const first = weights + tile.flow_left[0][begin + flow] + k;
+    const Element* const first = weights + tile.flow_left[0][begin + flow] + k;
     float sum = 0.f;
     for (int m = 0; m < q1; ++m) {
-      sum += __ldg(first + m * r1) * left_gradient[(flow * table.left_rows + m * q2 + j) * table.left_pitch + r];
+      sum += read(first + m * r1) * left_gradient[(flow * table.left_rows + m * q2 + j) * table.left_pitch + r];
     }
     gradients.add(tile.flow_left[1][begin + flow] + (k * q2 + j) * r2 + r, sum);
   }
 }
 
-// downer of one slab: TILES tiles of 4 x 4 a thread, in registers.
+// downer of one slab, in registers: 16 numbers a thread for every 4096 of a slab. As four rows of four for each TILES,
+// or as strips of tensor core tiles.
 template <int TILES>
 class OwnerGradient {
  public:
@@ -197,15 +217,24 @@ class OwnerGradient {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum_[t][i] = float4{};
+      for (int i = 0; i < kGradientStrip; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum_[t][i][j] = 0.f;
+      }
     }
   }
 
   // += left^T dC
-  __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, const float* left, const float* c,
+  template <bool kSplitLeft>
+  __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, bool tf32, const float* left, const float* c,
                                       int rows) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
+      if (table.tensor_gradients) {
+        const GradientStrip strip(table, slab, t);
+        if (strip.valid) add_owner_gradients<kSplitLeft>(table, slab, tf32, strip, left, c, rows, sum_[t]);
+        continue;
+      }
       const Place place(table, slab, t);
       if (!place.valid) continue;
 #pragma unroll 2
@@ -228,11 +257,22 @@ class OwnerGradient {
       const Place place(table, slab, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 value = sum_[t][i];
-        sum_[t][i] = float4{};
-        if (!place.valid || place.k + i >= table.left_rank) continue;
-        const int64_t to =
-            slice + (int64_t{place.k + i} * table.owner_q + slab.first_q + place.j) * table.rank + place.r;
+        int64_t column = (slab.first_q + place.j) * table.rank + place.r;
+        int row = place.k + i;
+        bool valid = place.valid && row < table.left_rank;
+        float4 value = make_float4(sum_[t][i][0], sum_[t][i][1], sum_[t][i][2], sum_[t][i][3]);
+        if (table.tensor_gradients) {
+          const GradientStrip strip(table, slab, t);
+          const Quad quad = quad_of(sum_[t][i]);
+          row = strip.row + quad.row;
+          column = slab.first_q * table.rank + (strip.column + i) * 8 + quad.column;
+          valid = strip.valid && (strip.column + i) * 8 < slab.num_q * table.rank;
+          value = quad.value;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum_[t][i][j] = 0.f;
+        if (!valid) continue;
+        const int64_t to = slice + int64_t{row} * table.owner_q * table.rank + column;
         if (table.aligned) {
           gradients.add4(to, value);
           continue;
@@ -257,96 +297,101 @@ class OwnerGradient {
       r = item % quads * 4;
     }
   };
-  float4 sum_[TILES][4];
+  float sum_[TILES][kGradientStrip][4];
 };
 
-template <class Sum, int SLAB>
+template <class Element, class Sum, int SLAB>
 __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
-    backward_cores(const __grid_constant__ BackwardArguments<Sum> p) {
+    backward_cores(const __grid_constant__ BackwardArguments<Element, Sum> p) {
   FLOWTT_DYNAMIC_SHARED(raw);
-  const BackwardShared at(p.sizes);
+  const BackwardShared<Element> at(p.sizes);
   Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
   int* const word = shared_array<int>(raw, at.word, 1);
   float* const left = shared_array<float>(raw, at.left, p.sizes.left);
-  float* const owner = shared_array<float>(raw, at.owner, p.sizes.owner);
+  Element* const owner = shared_array<Element>(raw, at.owner, p.sizes.owner);
   float* const c = shared_array<float>(raw, at.c, p.sizes.c);
-  float* const last = shared_array<float>(raw, at.last, p.sizes.last);
+  Element* const last = shared_array<Element>(raw, at.last, p.sizes.last);
   float* const row = shared_array<float>(raw, at.row, p.sizes.row);
   float* const left_gradient = shared_array<float>(raw, at.left_gradient, p.sizes.left_gradient);
   OwnerGradient<SLAB / (16 * kThreads)> owner_gradient;
   owner_gradient.clear();
-  const DeviceTable* loaded_table = nullptr;  // of the slab in `owner`, whose gradient is in `owner_gradient`
-  int64_t loaded_slice = -1;
-  Slab loaded{0, 0};
+  LoadedSlab& loaded = *shared_array<LoadedSlab>(raw, at.loaded, 1);
+  if (threadIdx.x == 0) loaded.slice = -1;
 
-  for (;;) {
-    __syncthreads();  // everybody is done with the last tile
-    if (threadIdx.x < 32) {
-      const int number = take_tile(p.schedule).number;
-      if (number >= 0) decode_tile(tile, p.batch, p.plan, number, p.schedule.tile_rows);
-      if (threadIdx.x == 0) *word = number;
-    }
-    __syncthreads();
-    if (*word < 0) break;  // uniform
-
+  while (next_tile(tile, word, p.batch, p.plan, p.schedule, [](TakenTile) {})) {
     for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
       const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
       end = batch_end(tile, flow, table.max_flows);
+      const Slab slab = slab_of(table, tile.slab);
+      if (slab.num_q <= 0) continue;
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
       const int left_rows = (end - flow) * table.left_rows;
       const int64_t slice = tile.flow_owner[flow];
-      for (int first_q = 0; first_q < table.owner_q; first_q += table.slab_q) {
-        const Slab slab{first_q, min(table.slab_q, table.owner_q - first_q)};
-        const bool is_loaded = loaded_slice == slice && loaded.first_q == first_q;
-        if (!is_loaded && loaded_slice >= 0) owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
-        if (first_q > 0 || flow > 0) __syncthreads();  // the last slab's readers are done
-        if (first_q == 0) load_left(table, p.weights, tile, flow, end, left);
-        if (!is_loaded) load_owner(table, p.weights + slice, slab.first_q, slab.num_q, owner);
-        __pipeline_commit();
-        if (first_q == 0) {  // flies while C is made
-          load_last(table, p.weights, tile, first_row, end_row, last);
-          load_row_gradients(table, tile, first_row, end_row, p.row_gradients, p.row_stride, row);
-        }
-        __pipeline_commit();
-        loaded_table = &table;
-        loaded_slice = slice;
-        loaded = slab;
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        make_products<2, 2>(table, slab, left, owner, c, left_rows);
-        __pipeline_wait_prior(0);
-        __syncthreads();
-        last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
-        __syncthreads();  // C has been read: dC takes its place
-        product_gradients(table, slab, tile, flow, end, c, last, row);
-        __syncthreads();
-        if (table.num_cores > 2) {
-          const auto put = [&](int left_row, int k, float value) {
-            if (table.num_cores == 3) {
-              const int64_t to = tile.flow_left[0][flow + left_row / table.left_rows];
-              p.gradients.add(to + left_row % table.left_rows * table.left_rank + k, value);
-            } else {
-              float& to = left_gradient[left_row * table.left_pitch + k];
-              to = first_q == 0 ? value : to + value;
-            }
-          };
-          with_tile_height<2>(left_rows, table.left_rank4 / 4, [&](auto height) {
-            left_gradients<height.value>(table, slab, c, owner, left_rows, put);
-          });
-        }
-        owner_gradient.add(table, slab, left, c, left_rows);
+      const bool is_loaded = loaded.slice == slice && loaded.slab.first_q == slab.first_q;
+      if (!is_loaded && loaded.slice >= 0) {
+        owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
       }
+      if (flow > 0) __syncthreads();  // the last batch's readers are done
+      if (!is_loaded) load_owner(table, p.weights + slice, slab, owner);
+      load_left(table, p.weights, tile, flow, end, left);
+      __pipeline_commit();
+      load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
+      load_row_gradients(table, tile, first_row, end_row, p.row_gradients, p.row_stride, row);
+      __pipeline_commit();
+      __pipeline_wait_prior(1);
+      __syncthreads();
+      if (threadIdx.x == 0) loaded = {&table, slice, slab};
+      make_products<2, 2>(table, slab, p.tf32, left, owner, c, left_rows);
+      __pipeline_wait_prior(0);
+      __syncthreads();
+      if (table.tensor_rows) {
+        last_gradients_by_warps(table, slab, p.tf32, tile, flow, end, c, row, p.gradients);
+      } else {
+        last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
+      }
+      __syncthreads();  // C has been read: dC takes its place
+      if (table.tensor_rows) {
+        product_gradients_by_warps(table, slab, p.tf32, tile, flow, end, c, last, row);
+      } else {
+        product_gradients(table, slab, tile, flow, end, c, last, row);
+      }
+      __syncthreads();
+      const auto left_gradient_of = [&](int left_row, int k) {  // three cores: an element of the weights
+        return tile.flow_left[0][flow + left_row / table.left_rows] + left_row % table.left_rows * table.left_rank + k;
+      };
+      if (table.tensor_gradients) {
+        const auto put = [&](int left_row, int k, float4 values) {
+          if (table.num_cores == 3) {
+            p.gradients.add4(left_gradient_of(left_row, k), values);
+          } else {
+            store4(left_gradient + left_row * table.left_pitch + k, values);
+          }
+        };
+        left_gradients_by_warps<SLAB == kSmallSlab ? 1 : 2>(table, slab, p.tf32, c, owner, left_rows, put);
+      } else if (table.num_cores > 2) {
+        const auto put = [&](int left_row, int k, float value) {
+          if (table.num_cores == 3) {
+            p.gradients.add(left_gradient_of(left_row, k), value);
+          } else {
+            left_gradient[left_row * table.left_pitch + k] = value;
+          }
+        };
+        with_tile_height<SLAB == kSmallSlab ? 1 : 2>(left_rows, table.left_rank4 / 4, [&](auto height) {
+          left_gradients<height.value>(table, slab, c, owner, left_rows, put);
+        });
+      }
+      owner_gradient.template add<kIsFloat<Element>>(table, slab, p.tf32, left, c, left_rows);
       if (table.num_cores == 4) {
         __syncthreads();
         split_left_gradients(table, tile, flow, end, p.weights, left_gradient, p.gradients);
       }
     }
-    if (Sum::kDeterministic) {  // what is added up in floats must not depend on which tiles a block takes
-      owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
+    if (Sum::kDeterministic && loaded.slice >= 0) {  // float sums must not depend on which tiles a block takes
+      owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
     }
   }
-  if (!Sum::kDeterministic && loaded_slice >= 0) {
-    owner_gradient.flush(*loaded_table, loaded, loaded_slice, p.gradients);
+  if (!Sum::kDeterministic && loaded.slice >= 0) {
+    owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
   }
 }
 

@@ -1,10 +1,10 @@
 // Products of flows that cross borders of tiles: kept on chip by a block that goes on with the next tile, handed from
 // block to block through global memory where a range of tiles ends.
 //
-// A product has the slot of the tile in which its flow begins. Who needs it first claims the slot, makes the product
-// and publishes it, slab by slab: stores, barrier, fence, state. All others read the state, wait until it says
-// published, fence, barrier, load. A block publishes a slab before it waits for one, hence who waits, waits for a block
-// at work, for no longer than it would take to make the product: it is made once, whatever the order of blocks.
+// A product with a slab has the slot of the tile in which its flow begins. Who needs it first claims the slot, makes
+// the product and publishes it: stores, barrier, fence, state. All others read the state, wait until it says published,
+// fence, barrier, load. A block publishes before it waits, hence who waits, waits for a block at work, for no longer
+// than it would take to make the product: it is made once, whatever the order of blocks.
 #pragma once
 
 #include "flowtt/products.cuh"
@@ -19,9 +19,10 @@ struct Borders {
   bool front;      // the first flow's product is handed over: it is not in C, but its flow begins in an earlier tile
   bool back;       // the last flow's product is: its flow begins here, and other blocks may need it
   bool makes[2];   // this block, the first flow's product and the last one's
-  int origin;      // tile in which the first flow begins
+  int origin;      // number of the tile in which the first flow begins
   int held_at;     // place in C, counted in flows, of the product of
   int64_t held;    // this flow; -1: none
+  int held_slab;   // with this slab
   int64_t loaded;  // where the slab in shared memory starts that C is made from
 };
 
@@ -54,29 +55,31 @@ __device__ __forceinline__ void find_borders(Borders& borders, const Tile& tile,
   }
   const unsigned crosses = __ballot_sync(0xffffffffu, same);
   const bool comes = crosses & 1, goes_on = crosses & 2, beyond = crosses & 4;
-  const bool keeps = comes && borders.held == tile.flow_key[0], front = hands_over && comes && !keeps;
-  const int origin = front ? first_row_of_flow(plan, tile.flow_key[0], tile.first) / schedule.tile_rows : 0;
+  const bool keeps = comes && borders.held == tile.flow_key[0] && borders.held_slab == tile.slab;
+  const bool front = hands_over && comes && !keeps;
+  const int first = front ? first_row_of_flow(plan, tile.flow_key[0], tile.first) : tile.first;
+  const int origin = taken.number - tile.first / schedule.tile_rows + first / schedule.tile_rows;
   __syncwarp();  // all have read what is held
   if (lane == 1) {
     borders.keeps = keeps;
     borders.goes_on = goes_on;
     borders.front = front;
-    // The next tile is this block's unless this one is the last of its range. Products of several slabs are not held.
-    const bool elsewhere = beyond || taken.last || table.slab_q < table.owner_q;
+    // The next tile is this block's unless this one is the last of its range.
+    const bool elsewhere = beyond || taken.last;
     borders.back = hands_over && goes_on && elsewhere && !(comes && tile.num_flows == 1);
     borders.makes[0] = borders.makes[1] = true;
     borders.origin = origin;
   }
 }
 
-// Calls body(place in a flow's rows of C, place in its slot) for each float4 of a slab of a product, spread over the
+// Calls body(place in a flow's rows of C, place in its slot) for each float4 of a product with a slab, spread over the
 // block.
 template <class Body>
-__device__ __forceinline__ void for_product(const DeviceTable& table, int first_q, int num_q, const Body& body) {
-  const int quads = table.rank4 / 4, each = num_q * quads, first = first_q * table.left_rows * table.rank4;
+__device__ __forceinline__ void for_product(const DeviceTable& table, Slab slab, const Body& body) {
+  const int quads = table.rank4 / 4, each = slab.num_q * quads;
 #pragma unroll 1
   for (int i = threadIdx.x; i < table.left_rows * each; i += kThreads) {
-    body(i / each * table.slab_pitch + i % each / quads * table.rank_pitch + i % quads * 4, first + i * 4);
+    body(i / each * table.slab_pitch + i % each / quads * table.rank_pitch + i % quads * 4, i * 4);
   }
 }
 
@@ -110,14 +113,14 @@ __device__ __forceinline__ void publish(const Checkpoints& checkpoints, int slot
   atomicAdd(checkpoints.states + slot, 1u);
 }
 
-// For one thread, before a barrier and the loads: waits until `slabs` of the product are there.
-__device__ __forceinline__ void await(const Checkpoints& checkpoints, int slot, unsigned slabs) {
-  while (*const_cast<volatile unsigned*>(checkpoints.states + slot) <= slabs) __nanosleep(64);
+// For one thread, before a barrier and the loads: waits until the product is there.
+__device__ __forceinline__ void await(const Checkpoints& checkpoints, int slot) {
+  while (*const_cast<volatile unsigned*>(checkpoints.states + slot) < 2) __nanosleep(64);
   __threadfence();
 }
 
-// Publishes what this block made of a slab, then loads what others did: of the batch of flows [begin, end). `number`:
-// of the tile. For the whole block, after a barrier behind C.
+// Publishes what this block made, then loads what others did: of the batch of flows [begin, end). `number`: of the
+// tile. For the whole block, after a barrier behind C.
 __device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, const Checkpoints& checkpoints,
                                           const Borders& borders, const Tile& tile, int begin, int end, int number,
                                           float* c) {
@@ -128,8 +131,7 @@ __device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, c
   float* const front_slot = checkpoints.products + int64_t{borders.origin} * checkpoints.stride;
   float* const back_slot = checkpoints.products + int64_t{number} * checkpoints.stride;
   float* const back_c = c + (end - 1 - begin) * table.left_rows * table.slab_pitch;
-  const unsigned slabs = static_cast<unsigned>(slab.first_q / table.slab_q) + 1;
-  for_product(table, slab.first_q, slab.num_q, [&](int i, int at) {
+  for_product(table, slab, [&](int i, int at) {
     if (stores_front) store4(front_slot + at, load4(c + i));
     if (stores_back) store4(back_slot + at, load4(back_c + i));
   });
@@ -137,12 +139,12 @@ __device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, c
   if (threadIdx.x == 0) {
     if (stores_front) publish(checkpoints, borders.origin);
     if (stores_back) publish(checkpoints, number);
-    if (loads_front) await(checkpoints, borders.origin, slabs);
-    if (loads_back) await(checkpoints, number, slabs);
+    if (loads_front) await(checkpoints, borders.origin);
+    if (loads_back) await(checkpoints, number);
   }
   if (!loads_front && !loads_back) return;  // uniform
   __syncthreads();                          // all can be loaded
-  for_product(table, slab.first_q, slab.num_q, [&](int i, int at) {
+  for_product(table, slab, [&](int i, int at) {
     if (loads_front) store4(c + i, __ldcg(reinterpret_cast<const float4*>(front_slot + at)));
     if (loads_back) store4(back_c + i, __ldcg(reinterpret_cast<const float4*>(back_slot + at)));
   });

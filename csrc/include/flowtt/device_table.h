@@ -12,6 +12,7 @@ constexpr int kMaxTileRows = 32;   // distinct rows that a block takes at a time
 constexpr int kMaxLeftRows = 32;   // rows of the stacked left factors of a batch of flows
 constexpr int kSmallSlab = 4096;   // elements of a slab of a middle slice
 constexpr int kLargeSlab = 16384;  // rank 128 by 128
+constexpr int kGradientStrip = 4;  // tiles of 16 x 8 of the owner's gradient that a warp makes side by side
 
 // A row of a table is  left [left_rows, left_rank] * owner [left_rank, owner_q * rank] -> C [left_rows * owner_q,
 // rank], then C * last [rank, q]. `left` is what comes before the last core but one, the owner: [1, 1] of one for two
@@ -19,10 +20,11 @@ constexpr int kLargeSlab = 16384;  // rank 128 by 128
 //
 // A block works on a slab at a time: slab_q of the owner_q columns of `rank`. In shared memory ranks and q are padded
 // with zeros to multiples of four, and rows lie an odd number of float4 apart, so that eight neighbouring ones are in
-// different banks:
+// different banks (of 16-bit owners an odd number of 16 bytes, as ldmatrix wants them). Owner and last are elements as
+// in the weights, the others floats:
 //   left   [flows * left_rows] rows of left_pitch
-//   owner  [left_rank4] rows of slab_pitch, in it slab_q pieces of rank_pitch
-//   C      [flows * left_rows] rows of slab_pitch, in the same way
+//   owner  [left_rank4] rows of owner_pitch, in it slab_q pieces of owner_piece
+//   C      [flows * left_rows] rows of slab_pitch, in it slab_q pieces of rank_pitch
 //   last   [rows] of last_pitch, in it [rank4, q4]
 //   E      [rows] of row_pitch, in it [left_rows * owner_q, q4]
 struct DeviceTable {
@@ -36,10 +38,12 @@ struct DeviceTable {
   int32_t slice_size[kMaxCores];
   int32_t num_cores, dim;
   int32_t left_rows, left_rank, left_rank4, owner_q, rank, rank4, last_q, last_q4;
-  int32_t slab_q, left_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
-  int32_t max_flows;     // of a batch
-  int32_t aligned;       // slices start at, and their rows are, whole float4
-  int32_t tensor_cores;  // make C
+  int32_t slab_q, left_pitch, owner_piece, owner_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
+  int32_t max_flows;  // of a batch
+  int32_t aligned;    // slices start at, and their rows are, whole groups of four elements
+  // What tensor cores make: C; the gradients of left and owner; E, dC and the last core's gradients.
+  int32_t tensor_products, tensor_gradients, tensor_rows;
+  int32_t slab_magic, last_magic;  // for divide() by slab_q and last_q
   int32_t unused;
 };
 
@@ -71,13 +75,14 @@ struct Schedule {
   bool steal;
   int leave;  // tiles of a range that no thief takes
   int tile_rows;
+  int slabs;                // every tile is worked on for each slab of its middle slices
   int row_cost, flow_cost;  // multiply-adds; shares are of equal cost
 };
 
 // Products of flows that go on beyond a block's range of tiles; see checkpoints.cuh. Null pointers: there are none.
 struct Checkpoints {
-  float* products;   // [tiles, stride]: of the flow that begins in the tile and goes on
-  unsigned* states;  // [tiles]: 0, or 1 for claimed and 1 more for each slab that is published
+  float* products;   // [slabs * tiles, stride]: of the flow that begins in the tile and goes on
+  unsigned* states;  // [slabs * tiles]: 0, 1 for claimed, 2 for published
   int stride;
 };
 
@@ -92,10 +97,16 @@ struct Pooling {
 };
 
 constexpr int pad4(int64_t n) { return static_cast<int>((n + 3) / 4 * 4); }
-constexpr int odd_pitch(int64_t n) { return pad4(n) / 4 % 2 == 1 ? pad4(n) : pad4(n) + 4; }
+// The least multiple of `unit`, and an odd one, that is at least n.
+constexpr int odd_pitch(int64_t n, int unit = 4) { return static_cast<int>(((n + unit - 1) / unit | 1) * unit); }
 
-// Describes a table for kernels that keep at most `slab` elements of a middle slice in shared memory.
-inline DeviceTable device_table(const Table& table, int slab) {
+// k / n for small numbers that are far below 2^16 / n, n given as magic_of(n): a multiplication on the device.
+constexpr int magic_of(int n) { return (65535 + n) / n; }
+constexpr int divide(int k, int magic) { return k * magic >> 16; }
+
+// Describes a table for kernels that keep at most `slab` elements of a middle slice, of this many bytes each, in shared
+// memory.
+inline DeviceTable device_table(const Table& table, int slab, int element_bytes) {
   DeviceTable t{};
   t.num_embeddings = table.num_embeddings;
   t.num_cores = table.num_cores;
@@ -124,14 +135,26 @@ inline DeviceTable device_table(const Table& table, int slab) {
   t.rank4 = pad4(t.rank);
   t.last_q = t.q[owner + 1];
   t.last_q4 = pad4(t.last_q);
-  t.tensor_cores = t.left_rank % 8 == 0 && t.rank % 8 == 0;
+  t.tensor_products = t.left_rank % 8 == 0 && t.rank % 8 == 0;
   const int fit = slab / (t.left_rank4 * t.rank4);
   t.slab_q = fit < 1 ? 1 : fit < t.owner_q ? fit : t.owner_q;
   t.left_pitch = odd_pitch(t.left_rank);
+  t.owner_piece = element_bytes == 4 ? odd_pitch(t.rank) : (t.rank + 7) / 8 * 8;
+  t.owner_pitch = odd_pitch(int64_t{t.slab_q} * t.owner_piece, element_bytes == 4 ? 4 : 8);
   t.rank_pitch = odd_pitch(t.rank);
   t.slab_pitch = odd_pitch(int64_t{t.slab_q} * t.rank_pitch);
   t.last_pitch = odd_pitch(int64_t{t.rank4} * t.last_q4);
   t.row_pitch = odd_pitch(int64_t{t.left_rows} * t.owner_q * t.last_q4);
+  // In backward only whole tiles and whole groups of four, and products that are divided up evenly. Of four 16-bit
+  // cores the left factors would need more than 16 bits.
+  const int strips = (t.slab_q * t.rank / 8 + kGradientStrip - 1) / kGradientStrip;
+  t.tensor_gradients = t.num_cores > 2 && (t.num_cores == 3 || element_bytes == 4) && t.aligned &&
+                       t.left_rank % 16 == 0 && t.rank % 16 == 0 && t.owner_q % t.slab_q == 0 &&
+                       t.left_rank / 16 * strips <= slab / (128 * kGradientStrip);
+  t.tensor_rows =
+      t.tensor_gradients && t.left_rows * t.slab_q % 8 == 0 && t.left_rows <= 32 && t.slab_q <= 32 && t.last_q <= 32;
+  t.slab_magic = magic_of(t.slab_q);
+  t.last_magic = magic_of(t.last_q);
   return t;
 }
 

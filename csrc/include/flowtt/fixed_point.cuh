@@ -1,15 +1,17 @@
 // The units in which FixedSum counts.
 #pragma once
 
+#include "flowtt/element.cuh"
 #include "flowtt/gradient_sum.cuh"
 
 namespace flowtt {
 
 // The largest magnitude, as the bits of a float: they order as the numbers do, and NaN above all.
-__global__ void largest_weight(const float* weights, int64_t count, unsigned* largest) {
+template <class Element>
+__global__ void largest_weight(const Element* weights, int64_t count, unsigned* largest) {
   unsigned most = 0;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
-    most = max(most, static_cast<unsigned>(__float_as_int(fabsf(weights[i]))));
+    most = max(most, static_cast<unsigned>(__float_as_int(fabsf(widen(weights[i])))));
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
   if (threadIdx.x % 32 == 0) atomicMax(largest, most);

@@ -8,6 +8,7 @@
 
 namespace flowtt {
 
+template <class Element>
 struct ForwardShared {
   int tile, borders, word, left, owner, c, last;
   size_t bytes;
@@ -17,90 +18,90 @@ struct ForwardShared {
     borders = plan.take<Borders>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
-    owner = plan.take<float>(sizes.owner);
+    owner = plan.take<Element>(sizes.owner);
     c = plan.take<float>(sizes.c);
-    last = plan.take<float>(sizes.last);
+    last = plan.take<Element>(sizes.last);
     bytes = plan.bytes();
   }
 };
 
+template <class Element>
 struct ForwardArguments {
   DeviceBatch batch;
   DevicePlan plan;
   Schedule schedule;
   Checkpoints checkpoints;
   SharedSizes sizes;
-  const float* weights;
+  bool tf32;  // is accurate enough
+  const Element* weights;
   float* rows;  // [distinct rows, row_stride]
   int row_stride;
 };
 
-__global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constant__ ForwardArguments p) {
+template <class Element>
+__global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constant__ ForwardArguments<Element> p) {
   FLOWTT_DYNAMIC_SHARED(raw);
-  const ForwardShared at(p.sizes);
+  const ForwardShared<Element> at(p.sizes);
   Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
   Borders& borders = *shared_array<Borders>(raw, at.borders, 1);
   int* const word = shared_array<int>(raw, at.word, 1);
   float* const left = shared_array<float>(raw, at.left, p.sizes.left);
-  float* const owner = shared_array<float>(raw, at.owner, p.sizes.owner);
+  Element* const owner = shared_array<Element>(raw, at.owner, p.sizes.owner);
   float* const c = shared_array<float>(raw, at.c, p.sizes.c);
-  float* const last = shared_array<float>(raw, at.last, p.sizes.last);
+  Element* const last = shared_array<Element>(raw, at.last, p.sizes.last);
   if (threadIdx.x == 0) borders.held = borders.loaded = -1;
 
-  for (;;) {
-    __syncthreads();  // everybody is done with the last tile
-    if (threadIdx.x < 32) {
-      const TakenTile taken = take_tile(p.schedule);
-      if (taken.number >= 0) {
-        decode_tile(tile, p.batch, p.plan, taken.number, p.schedule.tile_rows);
-        find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, p.checkpoints.states != nullptr);
-      }
-      if (threadIdx.x == 0) *word = taken.number;
-    }
-    __syncthreads();
-    if (*word < 0) break;  // uniform
-
+  const auto borders_of = [&](TakenTile taken) {
+    find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, p.checkpoints.states != nullptr);
+  };
+  while (next_tile(tile, word, p.batch, p.plan, p.schedule, borders_of)) {
     for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
       const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
       end = batch_end(tile, flow, table.max_flows);
+      const Slab slab = slab_of(table, tile.slab);
+      if (slab.num_q <= 0) continue;
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
       if (flow == 0 && borders.keeps && borders.held_at > 0) {
-        for_product(table, 0, table.owner_q, [&](int i, int) {
+        for_product(table, slab, [&](int i, int) {
           store4(c + i, load4(c + borders.held_at * table.left_rows * table.slab_pitch + i));
         });
       }
       claim(p.checkpoints, borders, tile, flow, end, *word);
-      if (threadIdx.x == 0) FLOWTT_COUNT("prefix products", made_here(borders, tile, flow, end).count());
-      for (int first_q = 0; first_q < table.owner_q; first_q += table.slab_q) {
-        const Slab slab{first_q, min(table.slab_q, table.owner_q - first_q)};
-        const int64_t slice = tile.flow_owner[flow];
-        if (first_q > 0 || flow > 0) __syncthreads();  // the last slab's readers are done
-        if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
-          if (first_q == 0) load_left(table, p.weights, tile, made.begin, made.end, left);
-          if (borders.loaded != slice + first_q * table.rank) {
-            load_owner(table, p.weights + slice, slab.first_q, slab.num_q, owner);
-          }
+      if (threadIdx.x == 0 && tile.slab == 0) {
+        FLOWTT_COUNT("prefix products", made_here(borders, tile, flow, end).count());
+      }
+      if (flow > 0) __syncthreads();  // the last batch's readers are done
+      if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
+        if (borders.loaded != tile.flow_owner[flow] + slab.first_q * table.rank) {
+          load_owner(table, p.weights + tile.flow_owner[flow], slab, owner);
         }
-        __pipeline_commit();
-        if (first_q == 0) load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
-        __pipeline_commit();
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
-          make_products<2, 4>(table, slab, left, owner, c + (made.begin - flow) * table.left_rows * table.slab_pitch,
-                              made.count() * table.left_rows);
-          if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + first_q * table.rank;
-        }
-        __pipeline_wait_prior(0);
-        __syncthreads();
-        hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
-        const int rows = (end_row - first_row) * table.left_rows * slab.num_q;
-        with_tile_height<4>(rows, table.last_q4 / 4, [&](auto height) {
-          row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
-        });
+        load_left(table, p.weights, tile, made.begin, made.end, left);
+      }
+      __pipeline_commit();
+      load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
+      __pipeline_commit();
+      __pipeline_wait_prior(1);
+      __syncthreads();
+      if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
+        make_products<2, 4>(table, slab, p.tf32, left, owner,
+                            c + (made.begin - flow) * table.left_rows * table.slab_pitch,
+                            made.count() * table.left_rows);
+        if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + slab.first_q * table.rank;
+      }
+      __pipeline_wait_prior(0);
+      __syncthreads();
+      hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
+      if (table.tensor_rows && table.left_rows * slab.num_q % 16 == 0) {
+        row_products_by_warps(table, slab, p.tf32, tile, flow, end, c, last, p.rows, p.row_stride);
+      } else {
+        with_tile_height<kIsFloat<Element> ? 4 : 2>(
+            (end_row - first_row) * table.left_rows * slab.num_q, table.last_q4 / 4, [&](auto height) {
+              row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
+            });
       }
       if (end == tile.num_flows && threadIdx.x == 0) {
-        borders.held = borders.goes_on && table.slab_q == table.owner_q ? tile.flow_key[end - 1] : -1;
+        borders.held = borders.goes_on ? tile.flow_key[end - 1] : -1;
+        borders.held_slab = tile.slab;
         borders.held_at = end - 1 - flow;
       }
     }

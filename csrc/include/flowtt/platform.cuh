@@ -1,11 +1,14 @@
-// The only header that knows whether nvcc compiles the kernels, or the emulator that runs them on a CPU in tests.
+// Whether nvcc compiles the kernels, or the emulator that runs them on a CPU in tests: known here and, for single
+// instructions, in element.cuh and tensor_cores.cuh.
 //
 // What follows for kernels: shared memory only through FLOWTT_DYNAMIC_SHARED and SharedPlan; launches only through
-// FLOWTT_LAUNCH; inline PTX only here; full masks in warp operations. A header with kernels is for one source file.
+// FLOWTT_LAUNCH; inline PTX only in these three headers; full masks in warp operations. A header with kernels is for
+// one source file.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #ifdef FLOWTT_CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -86,6 +89,12 @@ __device__ __forceinline__ T* shared_array(unsigned char* shared, int offset, si
 FLOWTT_INLINE float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 FLOWTT_INLINE void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
+FLOWTT_INLINE void fma4(float (&sum)[4], float a, float4 b) {
+  sum[0] += a * b.x;
+  sum[1] += a * b.y;
+  sum[2] += a * b.z;
+  sum[3] += a * b.w;
+}
 FLOWTT_INLINE void fma4(float4& sum, float a, float4 b) {
   sum.x += a * b.x;
   sum.y += a * b.y;
@@ -110,45 +119,6 @@ FLOWTT_INLINE void reduce4(float* p, float4 v) {
   atomicAdd(p + 1, v.y);
   atomicAdd(p + 2, v.z);
   atomicAdd(p + 3, v.w);
-#endif
-}
-
-// A float as a TF32 number: 10 bits of mantissa, to the nearest, ties away from zero.
-__device__ __forceinline__ float to_tf32(float x) {
-#ifdef FLOWTT_CUDA_EMULATION
-  return __int_as_float((__float_as_int(x) + 0x1000) & static_cast<int>(0xffffe000u));
-#else
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return __uint_as_float(bits);
-#endif
-}
-
-// D [16, 8] += A [16, 8] * B [8, 8] by the tensor cores, for a whole warp. Lane 4 g + t holds
-//   A: (g, t) (g + 8, t) (g, t + 4) (g + 8, t + 4)   B: (t, g) (t + 4, g)   D: (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8,
-//   2t + 1)
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
-#ifdef FLOWTT_CUDA_EMULATION
-  struct Operands {
-    float a[4], b[2];
-  } all[32];
-  ::cuda_emulation::gather({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int k = 0; k < 8; ++k) {
-    const int q = k % 4, half = k / 4;
-    const float* const row = all[4 * g + q].a + 2 * half;
-    const float first = all[8 * t + q].b[half], second = all[8 * t + 4 + q].b[half];
-    d[0] += row[0] * first;
-    d[1] += row[0] * second;
-    d[2] += row[1] * first;
-    d[3] += row[1] * second;
-  }
-#else
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 #endif
 }
 

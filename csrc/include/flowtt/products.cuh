@@ -1,15 +1,11 @@
-// Products of small matrices in shared memory, by all threads of a block. A thread makes tiles of TM x 4 of the result;
-// every operand comes as float4. Shapes and pitches: device_table.h.
+// Products of small matrices in shared memory, by all threads of a block: C = left * owner, E = C * last. Shapes and
+// pitches: device_table.h.
 #pragma once
 
+#include "flowtt/tensor_cores.cuh"
 #include "flowtt/tile.cuh"
 
 namespace flowtt {
-
-// A slab of the middle slice: `num_q` of its columns of `rank`, from `first_q` on.
-struct Slab {
-  int first_q, num_q;
-};
 
 // Calls body with an integral constant 4, 2 or 1, at most MOST: the tallest tiles that leave work for every thread.
 template <int MOST, class Body>
@@ -23,118 +19,133 @@ __device__ __forceinline__ void with_tile_height(int rows, int columns, const Bo
   }
 }
 
-// C = left * owner.
-template <int TM>
-__device__ __forceinline__ void prefix_products(const DeviceTable& table, Slab slab, const float* left,
-                                                const float* owner, float* c, int rows) {
-  const int quads = table.rank4 / 4, columns = slab.num_q * quads, groups = (rows + TM - 1) / TM;
-  for (int item = threadIdx.x; item < groups * columns; item += kThreads) {
-    const int group = item / columns, quad = item % columns;
-    const int column = quad / quads * table.rank_pitch + quad % quads * 4;
-    const float* a[TM];
+// A thread's tile [TM, 4] of a product: rows a[i] of `depth` elements, a multiple of four, times columns b of rows
+// `pitch` apart.
+template <int TM, class Element>
+__device__ __forceinline__ void multiply_tile(float4 (&sum)[TM], const float* const (&a)[TM], const Element* b,
+                                              int pitch, int depth) {
+#pragma unroll(TM < 4 ? 2 : 1)  // of tall tiles a step keeps enough registers busy
+  for (int k = 0; k < depth; k += 4) {
+    float4 row[4];
 #pragma unroll
-    for (int i = 0; i < TM; ++i) a[i] = left + min(group + i * groups, rows - 1) * table.left_pitch;
-    float4 sum[TM] = {};
-#pragma unroll 2
-    for (int k = 0; k < table.left_rank4; k += 4) {
-      float4 b[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) b[j] = load4(owner + (k + j) * table.slab_pitch + column);
-#pragma unroll
-      for (int i = 0; i < TM; ++i) {
-        const float4 x = load4(a[i] + k);
-        fma4(sum[i], x.x, b[0]);
-        fma4(sum[i], x.y, b[1]);
-        fma4(sum[i], x.z, b[2]);
-        fma4(sum[i], x.w, b[3]);
-      }
-    }
+    for (int j = 0; j < 4; ++j) row[j] = load4(b + (k + j) * pitch);
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
-      const int row = group + i * groups;
-      if (row < rows) store4(c + row * table.slab_pitch + column, sum[i]);
+      const float4 x = load4(a[i] + k);
+      fma4(sum[i], x.x, row[0]);
+      fma4(sum[i], x.y, row[1]);
+      fma4(sum[i], x.z, row[2]);
+      fma4(sum[i], x.w, row[3]);
     }
   }
 }
 
-// x as the sum of two TF32 numbers.
-FLOWTT_INLINE void split_tf32(float x, float& high, float& low) {
-  high = to_tf32(x);
-  low = to_tf32(x - high);
+// C = left * owner, tiles of TM x 4 a thread.
+template <int TM, class Element>
+__device__ __forceinline__ void prefix_products(const DeviceTable& table, Slab slab, const float* left,
+                                                const Element* owner, float* c, int rows) {
+  const int quads = table.rank4 / 4, columns = slab.num_q * quads, groups = (rows + TM - 1) / TM;
+  for (int item = threadIdx.x; item < groups * columns; item += kThreads) {
+    const int group = item / columns, piece = item % columns / quads, column = item % quads * 4;
+    const float* a[TM];
+#pragma unroll
+    for (int i = 0; i < TM; ++i) a[i] = left + min(group + i * groups, rows - 1) * table.left_pitch;
+    float4 sum[TM] = {};
+    multiply_tile(sum, a, owner + piece * table.owner_piece + column, table.owner_pitch, table.left_rank4);
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+      const int row = group + i * groups;
+      if (row < rows) store4(c + row * table.slab_pitch + piece * table.rank_pitch + column, sum[i]);
+    }
+  }
 }
 
-// The same by the tensor cores, with FP32's accuracy: an operand is the sum of two TF32 numbers, and of the four
-// products the smallest is dropped. A warp makes 16 x (8 TILES) of C at a time. For ranks that are multiples of eight;
-// reads left factors again where rows are no multiple of 16.
-template <int TILES>
-__device__ __forceinline__ void prefix_products_tf32(const DeviceTable& table, Slab slab, const float* left,
-                                                     const float* owner, float* c, int rows) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// The same by the tensor cores, for ranks that are multiples of eight. A warp makes 16 x (8 TILES) of C at a time;
+// multiply(sum, upper, lower, pieces) adds to it the product of left factors' rows and columns of the owner that start
+// at offsets. Reads left factors again where rows are no multiple of 16.
+template <int TILES, class Multiply>
+__device__ __forceinline__ void prefix_tiles(const DeviceTable& table, Slab slab, const float* left, float* c, int rows,
+                                             const Multiply& multiply) {
+  const int g = threadIdx.x % 32 / 4;
   const int pieces = table.rank / 8, columns = slab.num_q * pieces;  // in tiles of eight
   const int row_tiles = (rows + 15) / 16, strips = (columns + TILES - 1) / TILES;
   for (int item = threadIdx.x / 32; item < row_tiles * strips; item += kThreads / 32) {
-    const int row = item / strips * 16 + g, first = item % strips * TILES;
-    const float* const upper = left + min(row, rows - 1) * table.left_pitch;
-    const float* const lower = left + min(row + 8, rows - 1) * table.left_pitch;
-    int column[TILES];
+    const int first_row = item / strips * 16, row = first_row + g, first = item % strips * TILES;
+    int from[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       const int tile = min(first + n, columns - 1);
-      column[n] = tile / pieces * table.rank_pitch + tile % pieces * 8;
+      from[n] = tile / pieces * table.owner_piece + tile % pieces * 8;
     }
     float sum[TILES][4] = {};
-#pragma unroll 1
-    for (int k = 0; k < table.left_rank; k += 8) {
-      float a[4], a_low[4];
-      split_tf32(upper[k + t], a[0], a_low[0]);
-      split_tf32(lower[k + t], a[1], a_low[1]);
-      split_tf32(upper[k + t + 4], a[2], a_low[2]);
-      split_tf32(lower[k + t + 4], a[3], a_low[3]);
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        const float* const from = owner + (k + t) * table.slab_pitch + column[n] + g;
-        float b[2], b_low[2];
-        split_tf32(from[0], b[0], b_low[0]);
-        split_tf32(from[4 * table.slab_pitch], b[1], b_low[1]);
-        multiply_tf32(sum[n], a_low, b);
-        multiply_tf32(sum[n], a, b_low);
-        multiply_tf32(sum[n], a, b);
-      }
-    }
+    multiply(sum, left + min(row, rows - 1) * table.left_pitch, left + min(row + 8, rows - 1) * table.left_pitch, from);
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-      if (first + n >= columns) continue;
-      float* const to = c + row * table.slab_pitch + column[n] + 2 * t;
-      if (row < rows) *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
-      if (row + 8 < rows) {
-        *reinterpret_cast<float2*>(to + 8 * table.slab_pitch) = make_float2(sum[n][2], sum[n][3]);
-      }
+      const Quad quad = quad_of(sum[n]);
+      if (first + n >= columns || first_row + quad.row >= rows) continue;
+      store4(c + (first_row + quad.row) * table.slab_pitch + (first + n) / pieces * table.rank_pitch +
+                 (first + n) % pieces * 8 + quad.column,
+             quad.value);
     }
   }
 }
 
 // C = left * owner, the best way for the shape; a thread makes at most MOST x 4 at a time, a warp 16 x (8 TILES).
-template <int MOST, int TILES>
-__device__ __forceinline__ void make_products(const DeviceTable& table, Slab slab, const float* left,
-                                              const float* owner, float* c, int rows) {
-  if (table.tensor_cores) {
-    prefix_products_tf32<TILES>(table, slab, left, owner, c, rows);
-  } else {
+// tf32: whether the accuracy of TF32 is enough.
+template <int MOST, int TILES, class Element>
+__device__ __forceinline__ void make_products(const DeviceTable& table, Slab slab, bool tf32, const float* left,
+                                              const Element* owner, float* c, int rows) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if (!table.tensor_products) {
     with_tile_height<MOST>(rows, slab.num_q * table.rank4 / 4,
                            [&](auto height) { prefix_products<height.value>(table, slab, left, owner, c, rows); });
+    return;
   }
+  if constexpr (!kIsFloat<Element>) {
+    if (table.num_cores == 3 && table.left_rank % 16 == 0) {  // left factors are 16-bit numbers, too
+      prefix_tiles<TILES>(
+          table, slab, left, c, rows,
+          [&](float (&sum)[TILES][4], const float* upper, const float* lower, const int (&from)[TILES]) {
+#pragma unroll 1
+            for (int k = 0; k < table.left_rank; k += 16) {
+              const auto pair = [&](const float* row, int i) {
+                const float2 x = *reinterpret_cast<const float2*>(row + k + 2 * t + i);
+                return pack(static_cast<Element*>(nullptr), x.x, x.y);
+              };
+              const uint32_t a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 8), pair(lower, 8)};
+              const Element* const row = owner + (k + lane % 16) * table.owner_pitch;
+#pragma unroll
+              for (int n = 0; n < TILES; ++n) {
+                uint32_t b[2];
+                load_columns(b, row + from[n]);
+                multiply_16<Element>(sum[n], a, b);
+              }
+            }
+          });
+      return;
+    }
+  }
+  // The left factors of three 16-bit cores, and 16-bit owners, are exact in TF32.
+  constexpr bool kSplitOwner = kIsFloat<Element>;
+  with_splits<true, kSplitOwner>(tf32 || (!kSplitOwner && table.num_cores == 3), [&](auto split_a, auto split_b) {
+    prefix_tiles<TILES>(table, slab, left, c, rows,
+                        [&](float (&sum)[TILES][4], const float* upper, const float* lower, const int (&from)[TILES]) {
+                          multiply_add<Depth::kAlongRows, split_a.value, split_b.value>(
+                              sum, table.left_rank, [&](int half, int k) { return (half == 0 ? upper : lower)[k]; },
+                              [&](int n, int k) { return widen(owner[k * table.owner_pitch + from[n] + g]); });
+                        });
+  });
 }
 
 // E = C * last for the tile's rows [begin, end); rows of the slab's flows, which start with `first_flow`, are in C.
-template <int TM>
+template <int TM, class Element>
 __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab, const Tile& tile, int begin, int end,
-                                             int first_flow, const float* c, const float* last, float* rows_out,
+                                             int first_flow, const float* c, const Element* last, float* rows_out,
                                              int row_stride) {
   const int quads = table.last_q4 / 4, height = table.left_rows * slab.num_q, groups = (height + TM - 1) / TM;
   const bool whole = table.last_q % 4 == 0 && row_stride % 4 == 0;
   for (int item = threadIdx.x; item < (end - begin) * groups * quads; item += kThreads) {
     const int row = begin + item / (groups * quads), group = item / quads % groups, h = item % quads * 4;
-    const float* const d = last + row * table.last_pitch + h;
     const float* const product = c + (tile.row_flow[row] - first_flow) * table.left_rows * table.slab_pitch;
     const float* a[TM];
 #pragma unroll
@@ -143,20 +154,7 @@ __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab
       a[i] = product + m / slab.num_q * table.slab_pitch + m % slab.num_q * table.rank_pitch;
     }
     float4 sum[TM] = {};
-#pragma unroll(TM < 4 ? 2 : 1)  // registers
-    for (int k = 0; k < table.rank4; k += 4) {
-      float4 b[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) b[j] = load4(d + (k + j) * table.last_q4);
-#pragma unroll
-      for (int i = 0; i < TM; ++i) {
-        const float4 x = load4(a[i] + k);
-        fma4(sum[i], x.x, b[0]);
-        fma4(sum[i], x.y, b[1]);
-        fma4(sum[i], x.z, b[2]);
-        fma4(sum[i], x.w, b[3]);
-      }
-    }
+    multiply_tile(sum, a, last + row * table.last_pitch + h, table.last_q4, table.rank4);
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
       const int m = group + i * groups;
@@ -173,6 +171,41 @@ __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab
         }
       }
     }
+  }
+}
+
+// The same by the tensor cores, for flows [begin, end): a warp makes 16 rows x 8 columns of all rows of a flow.
+template <class Element>
+__device__ __forceinline__ void row_products_by_warps(const DeviceTable& table, Slab slab, bool tf32, const Tile& tile,
+                                                      int begin, int end, const float* c, const Element* last,
+                                                      float* rows_out, int row_stride) {
+  const int g = threadIdx.x % 32 / 4, width = table.last_q, height = table.left_rows * slab.num_q;
+  const FlowStrips strips(table, tile, begin, end, height / 16);
+  for (int item = threadIdx.x / 32; item < strips.count(); item += kThreads / 32) {
+    const FlowStrip at = strips[item];
+    if (at.empty()) continue;  // the whole warp
+    const auto product_of = [&](int m) {
+      const int left_row = divide(m, table.slab_magic);
+      return c + (at.flow * table.left_rows + left_row) * table.slab_pitch +
+             (m - left_row * slab.num_q) * table.rank_pitch;
+    };
+    const float* const upper = product_of(at.part * 16 + g);
+    const float* const lower = product_of(at.part * 16 + g + 8);
+    const int column = min(at.column + g, at.columns - 1), u = divide(column, table.last_magic);
+    const Element* const slice = last + (at.first_row + u) * table.last_pitch + column - u * width;
+    float sum[1][4] = {};
+    with_splits<true, kIsFloat<Element>>(tf32, [&](auto split_a, auto split_b) {
+      multiply_add<Depth::kAlongRows, split_a.value, split_b.value>(
+          sum, table.rank, [&](int half, int k) { return (half == 0 ? upper : lower)[k]; },
+          [&](int, int k) { return widen(slice[k * width]); });
+    });
+    const Quad quad = quad_of(sum[0]);
+    const int to = at.column + quad.column, row_to = divide(to, table.last_magic);
+    if (to >= at.columns) continue;
+    const int m = at.part * 16 + quad.row;
+    const int element = m + divide(m, table.slab_magic) * (table.owner_q - slab.num_q) + slab.first_q;
+    store4(rows_out + int64_t{tile.first + at.first_row + row_to} * row_stride + element * width + to - row_to * width,
+           quad.value);
   }
 }
 

@@ -7,8 +7,7 @@
 // of the next one too.
 #pragma once
 
-#include "flowtt/device_table.h"
-#include "flowtt/platform.cuh"
+#include "flowtt/tile.cuh"
 
 namespace flowtt {
 
@@ -57,6 +56,24 @@ __device__ __forceinline__ TakenTile take_tile(const Schedule& schedule) {
     }
   }
   return {-1, false};
+}
+
+// For the whole block: its next tile, decoded; false if there is none. Its number is in `word`, in shared memory. The
+// first warp calls `more` for what else it has to find out.
+template <class More>
+__device__ __forceinline__ bool next_tile(Tile& tile, int* word, const DeviceBatch& batch, const DevicePlan& plan,
+                                          const Schedule& schedule, const More& more) {
+  __syncthreads();  // everybody is done with the last tile
+  if (threadIdx.x < 32) {
+    const TakenTile taken = take_tile(schedule);
+    if (taken.number >= 0) {
+      decode_tile(tile, batch, plan, taken.number, schedule.tile_rows);
+      more(taken);
+    }
+    if (threadIdx.x == 0) *word = taken.number;
+  }
+  __syncthreads();  // the tile can be read
+  return *word >= 0;
 }
 
 }  // namespace flowtt

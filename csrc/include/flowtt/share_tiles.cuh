@@ -1,4 +1,4 @@
-// Shares of the tiles of equal work, for the blocks of a launch to begin with.
+// Shares of the tiles, of equal work, for the blocks of a launch to begin with.
 #pragma once
 
 #include "flowtt/schedule.cuh"
@@ -29,9 +29,11 @@ __global__ void share_tiles(DevicePlan plan, Schedule schedule, int blocks) {
   const int64_t rows = plan.counts[0], flows = plan.counts[1];
   const int tiles = static_cast<int>((rows + schedule.tile_rows - 1) / schedule.tile_rows);
   const int64_t work = rows * schedule.row_cost + flows * schedule.flow_cost;
-  const int begin = b == 0 ? 0 : tile_at(plan, schedule, work * b / blocks);
-  const int end = b + 1 == blocks ? tiles : tile_at(plan, schedule, work * (b + 1) / blocks);
-  schedule.ranges[b] = tile_range(begin, end);
+  const auto begin = [&](int block) {
+    const int64_t before = work * schedule.slabs * block / blocks, slab = before / work;
+    return static_cast<int>(slab) * tiles + (slab < schedule.slabs ? tile_at(plan, schedule, before % work) : 0);
+  };
+  schedule.ranges[b] = tile_range(begin(b), begin(b + 1));
 }
 
 }  // namespace flowtt

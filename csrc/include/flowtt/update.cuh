@@ -1,6 +1,7 @@
 // What becomes of core gradients: the fused optimizers, in place, or a plain gradient.
 #pragma once
 
+#include "flowtt/element.cuh"
 #include "flowtt/gradient_sum.cuh"
 #include "flowtt/plan.h"
 
@@ -24,10 +25,10 @@ __global__ void mark_touched(DeviceBatch batch, DevicePlan plan, uint8_t* touche
 constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + kRedZone; }
 
 // One step on every touched slice, a block a slice.
-template <class Sum>
+template <class Element, class Sum>
 __global__ void __launch_bounds__(kThreads)
     update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule rule,
-                  float* weights, float* momentum1, float* momentum2) {
+                  Rounding rounding, Element* weights, float* momentum1, float* momentum2) {
   FLOWTT_DYNAMIC_SHARED(raw);
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
   for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
       float sum = 0.f;
       for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
-        const float gradient = gradients.get(i) + rule.weight_decay * weights[i];
+        const float gradient = gradients.get(i) + rule.weight_decay * widen(weights[i]);
         sum += gradient * gradient;
       }
       for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
       rate /= sqrtf(moment) + rule.eps;
     }
     for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
-      const float weight = weights[i];
+      const float weight = widen(weights[i]);
       if (rule.optimizer == Optimizer::kAdam) {
         const float plain = gradients.get(i);
         const float first = rule.beta1 * momentum1[i] + (1.f - rule.beta1) * plain;
@@ -74,16 +75,16 @@ __global__ void __launch_bounds__(kThreads)
         momentum1[i] = first;
         momentum2[i] = second;
         const float step = first / rule.correction1 / (sqrtf(second / rule.correction2) + rule.eps);
-        weights[i] = weight - rule.learning_rate * (step + rule.weight_decay * weight);
+        rounding.store(weights + i, i, weight - rule.learning_rate * (step + rule.weight_decay * weight));
         continue;
       }
       const float gradient = gradients.get(i) + rule.weight_decay * weight;
       if (rule.optimizer == Optimizer::kAdagrad) {
         const float moment = momentum1[i] + gradient * gradient;
         momentum1[i] = moment;
-        weights[i] = weight - rule.learning_rate * gradient / (sqrtf(moment) + rule.eps);
+        rounding.store(weights + i, i, weight - rule.learning_rate * gradient / (sqrtf(moment) + rule.eps));
       } else {
-        weights[i] = weight - rate * gradient;
+        rounding.store(weights + i, i, weight - rate * gradient);
       }
     }
   }
