@@ -28,6 +28,9 @@ emulated = importlib.import_module("cuda_emulation.emulated")
 
 SPEC = TTSpec(16_000, 32, (20, 4, 200), (2, 4, 4), (32, 32))
 LOOKUPS = 600
+# Two of the middle slices of a table with p (300, 304, 350), at 445,000 skewed lookups a batch: the batch of
+# the budgets in docs/cuda.md.
+SLICES = TTSpec(210_000, 32, (300, 2, 350), (2, 4, 4), (32, 32))
 FIELDS = ("requests", "transactions", "least", "bytes")
 
 
@@ -66,6 +69,25 @@ def workload(lookups: int = LOOKUPS) -> Workload:
     )
 
 
+def large_table(seed: int = 0) -> Workload:
+    """What a batch of 445,000 lookups, skewed and scattered over a large table, leaves to two middle slices of it."""
+    first, middle, last = 300, 304, 350
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(445_000, generator=generator, dtype=torch.float64)
+    ranks = ((3e7**-0.085 - 1) * uniform + 1).pow(-1 / 0.085).long()  # Zipf's law with exponent 1.085
+    rows = ranks * 2_654_435_761 % (first * middle * last)
+    rows = rows[rows // last % middle < 2]
+    indices = (rows // last // middle * 2 + rows // last % middle) * last + rows % last
+    indices = indices[: indices.numel() // 2 * 2]
+    offsets = torch.arange(0, indices.numel() + 1, 2)
+    distinct = indices.unique()
+    flows = torch.div(distinct, last, rounding_mode="floor").unique().numel()
+    return Workload(TTLayout([SLICES], ["t"]), indices, offsets, indices.numel(), distinct.numel(), flows)
+
+
+WORKLOADS = {"small": workload, "large-table": large_table}
+
+
 def count(work: Workload, direction: str) -> dict[tuple[str, str], Count]:
     """Counts of one forward or backward pass, by (source file, kind of access); the plan is not counted.
 
@@ -99,10 +121,14 @@ def count(work: Workload, direction: str) -> dict[tuple[str, str], Count]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts what the CUDA kernels do to memory, on the emulator.")
     parser.add_argument("--json", type=Path, help="also write the counts here")
-    json_path = parser.parse_args().json
-    work = workload()
+    parser.add_argument("--workload", choices=WORKLOADS, default="small", help="default: small")
+    parser.add_argument("--multiprocessors", type=int, default=3, help="of the emulated device; 2 blocks each")
+    options = parser.parse_args()
+    json_path = options.json
+    work = WORKLOADS[options.workload]()
+    emulated.load(emulated.build_ops("checked")).cuda_emulation_set_multiprocessors(options.multiprocessors)
     sizes = {"lookups": work.lookups, "rows": work.rows, "flows": work.flows}
-    print(f"{work.lookups} lookups, {work.rows} distinct rows, {work.flows} flows; {SPEC}")
+    print(f"{work.lookups} lookups, {work.rows} distinct rows, {work.flows} flows; {work.layout.specs[0]}")
     found: dict[str, dict[str, dict[str, int]]] = {}
     for direction in ("forward", "backward"):
         found[direction] = {}

@@ -28,6 +28,7 @@ namespace flowtt {
 namespace {
 
 std::atomic<bool> deterministic{false}, tf32{false}, by_work{true}, steal{true}, checkpoint{true};
+std::atomic<int64_t> row_bytes{64 << 20};
 
 #ifdef FLOWTT_CUDA_EMULATION
 struct Device {
@@ -93,10 +94,14 @@ class Workspace {
     return {[this](const char* name, size_t bytes) {
               tensors_.push_back(torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
               registered_.add(name, tensors_.back(), false);
+#ifdef FLOWTT_CUDA_EMULATION
+              cuda_emulation::count(name, bytes);
+#endif
               return tensors_.back().data_ptr();
             },
             stream_,
             {by_work, steal, checkpoint},
+            row_bytes,
             tf32};
   }
 
@@ -326,6 +331,11 @@ void use_deterministic_cuda(bool on) { deterministic = on; }
 
 void use_cuda_tf32(bool on) { tf32 = on; }
 
+void use_cuda_row_bytes(int64_t most) {
+  check(most > 0, "rows may take ", most, " bytes; allowed: 1 or more");
+  row_bytes = most;
+}
+
 void use_cuda_mapping(bool shares_by_work, bool steals, bool checkpoints) {
   by_work = shares_by_work;
   steal = steals;
@@ -348,6 +358,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
+  m.impl("use_cuda_row_bytes", TORCH_BOX(&flowtt::use_cuda_row_bytes));
   m.impl("use_cuda_mapping", TORCH_BOX(&flowtt::use_cuda_mapping));
   m.impl("use_deterministic_cuda", TORCH_BOX(&flowtt::use_deterministic_cuda));
   m.impl("use_cuda_tf32", TORCH_BOX(&flowtt::use_cuda_tf32));

@@ -7,6 +7,74 @@
 namespace flowtt::cuda {
 namespace {
 
+// Gradients of the distinct rows of a wave, and of the per-sample weights if asked for.
+class RowGradients {
+ public:
+  RowGradients(const HostBatch& batch, const DeviceBatch& device, const DevicePlan& plan, const Weights& weights,
+               const Setting& setting, const PoolingArguments& pooling, const BackwardTargets& targets,
+               const Context& context)
+      : waves(choose_waves(setting, batch.num_lookups, context)),
+        plans(cut(plan, waves, context)),
+        data(allocate<float>(context, "row gradients", int64_t{waves.rows} * setting.row_stride)),
+        weights_(weights),
+        setting_(setting),
+        targets_(targets),
+        context_(context),
+        spans_((batch.num_lookups + 31) / 32),
+        arguments_{device,
+                   plan,
+                   device_pooling(pooling),
+                   number_lookups(plan, batch.num_lookups, context),
+                   targets.grad_output,
+                   data,
+                   allocate<float>(context, "carries", spans_ * setting.row_stride),
+                   setting.row_stride} {
+    if (targets.grad_factors == nullptr) return;
+    forward_ = choose_setting(batch.tables, weights.element_bytes(), Direction::kForward, shared_limit());
+    forward_batch_ = upload(batch, forward_.tables, context);
+    checkpoints_ = make_checkpoints(forward_, waves, context);
+  }
+
+  void make(const DevicePlan& wave) const {
+    RowGradientArguments arguments = arguments_;
+    arguments.plan = wave;
+    const unsigned grid = blocks_for(spans_, kWarps);
+    check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context_.stream, arguments), "sum_row_gradients");
+    for (int stride = 1; spans_ > 32 * stride; stride *= 32) {
+      check(FLOWTT_LAUNCH(sum_carries, blocks_for(spans_, kWarps * 32 * stride), kThreads, 0, context_.stream,
+                          arguments, stride),
+            "sum_carries");
+    }
+    check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context_.stream, arguments), "add_carries");
+  }
+
+  // Those of the per-sample weights; the rows take the place of the gradients of rows.
+  void make_factors(const DevicePlan& wave) const {
+    if (targets_.grad_factors == nullptr) return;
+    make_rows(forward_, forward_batch_, wave, waves, checkpoints_, weights_, data, context_);
+    const int num_lookups = arguments_.batch.num_lookups;
+    check(FLOWTT_LAUNCH(factor_gradients, blocks_for(num_lookups, kWarps), kThreads, 0, context_.stream,
+                        arguments_.batch, wave, arguments_.pooling, arguments_.row_of_lookup, data, setting_.row_stride,
+                        targets_.grad_output, targets_.grad_factors),
+          "factor_gradients");
+  }
+
+  const Waves waves;
+  const std::vector<DevicePlan> plans;
+  float* const data;  // [waves.rows, row_stride]
+
+ private:
+  const Weights& weights_;
+  const Setting& setting_;
+  const BackwardTargets& targets_;
+  const Context& context_;
+  const int64_t spans_;
+  const RowGradientArguments arguments_;
+  Setting forward_{};
+  DeviceBatch forward_batch_{};
+  Checkpoints checkpoints_{};
+};
+
 // What the gradients of rows lead to.
 template <class Element>
 struct Backward {
@@ -14,22 +82,26 @@ struct Backward {
   const DeviceBatch& batch;
   const DevicePlan& plan;
   Element* weights;
-  const float* row_gradients;
+  const RowGradients& gradients;
   const Context& context;
 
   template <class Sum, int SLAB>
-  void launch(const Sum& sum) const {
+  void launch(const DevicePlan& wave, const Sum& sum) const {
     const auto kernel = backward_cores<Element, Sum, SLAB>;
-    const unsigned grid = persistent_grid(kernel, setting, batch.num_lookups);
-    const Schedule schedule = share(setting, plan, grid, 0, context);
+    const unsigned grid = persistent_grid(kernel, setting, gradients.waves.rows);
+    const Schedule schedule = share(setting, wave, grid, 0, context);
     const BackwardArguments<Element, Sum> arguments{
-        batch, plan, schedule, setting.sizes, context.tf32, weights, row_gradients, setting.row_stride, sum};
+        batch, wave, schedule, setting.sizes, context.tf32, weights, gradients.data, setting.row_stride, sum};
     check(FLOWTT_LAUNCH(kernel, grid, kThreads, setting.shared_bytes, context.stream, arguments), "backward_cores");
   }
 
   template <class Sum>
   void add_to(const Sum& sum) const {
-    setting.slab == kSmallSlab ? launch<Sum, kSmallSlab>(sum) : launch<Sum, kLargeSlab>(sum);
+    for (const DevicePlan& wave : gradients.plans) {
+      gradients.make_factors(wave);
+      gradients.make(wave);
+      setting.slab == kSmallSlab ? launch<Sum, kSmallSlab>(wave, sum) : launch<Sum, kLargeSlab>(wave, sum);
+    }
   }
 
   // A sum of zeros, in units that suit this batch.
@@ -44,9 +116,12 @@ struct Backward {
     check(FLOWTT_LAUNCH(largest_weight<Element>, grid, kThreads, 0, context.stream, weights, setting.num_parameters,
                         largest),
           "largest_weight");
-    check(FLOWTT_LAUNCH(largest_row_gradient, grid, kThreads, 0, context.stream, batch, plan, row_gradients,
-                        setting.row_stride, largest + 1),
-          "largest_row_gradient");
+    for (const DevicePlan& wave : gradients.plans) {
+      gradients.make(wave);
+      check(FLOWTT_LAUNCH(largest_row_gradient, grid, kThreads, 0, context.stream, batch, wave, gradients.data,
+                          setting.row_stride, largest + 1),
+            "largest_row_gradient");
+    }
     int path_bits = 0, factors = 0;
     for (const DeviceTable& table : setting.tables) {
       int64_t paths = table.dim;
@@ -59,36 +134,6 @@ struct Backward {
     return {data, scale};
   }
 };
-
-// Gradients of the distinct rows, and of the per-sample weights if asked for.
-const float* row_gradients(const HostBatch& batch, const DeviceBatch& device, const DevicePlan& plan,
-                           const Weights& weights, const Setting& setting, const PoolingArguments& pooling,
-                           const BackwardTargets& targets, const Context& context) {
-  const int64_t n = batch.num_lookups, spans = (n + 31) / 32;
-  const int32_t* const row_of_lookup = number_lookups(plan, n, context);
-  if (targets.grad_factors != nullptr) {
-    const Setting forward = choose_setting(batch.tables, weights.element_bytes(), Direction::kForward, shared_limit());
-    const DeviceBatch described = upload(batch, forward.tables, context);
-    const float* const rows = make_rows(forward, described, plan, weights, context);
-    check(FLOWTT_LAUNCH(factor_gradients, blocks_for(n, kWarps), kThreads, 0, context.stream, device, plan,
-                        device_pooling(pooling), row_of_lookup, rows, setting.row_stride, targets.grad_output,
-                        targets.grad_factors),
-          "factor_gradients");
-  }
-  auto* const sums = allocate<float>(context, "row gradients", n * setting.row_stride);
-  auto* const carries = allocate<float>(context, "carries", spans * setting.row_stride);
-  const RowGradientArguments arguments{device, plan,    device_pooling(pooling), row_of_lookup, targets.grad_output,
-                                       sums,   carries, setting.row_stride};
-  const unsigned grid = blocks_for(spans, kWarps);
-  check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context.stream, arguments), "sum_row_gradients");
-  for (int stride = 1; spans > 32 * stride; stride *= 32) {
-    check(FLOWTT_LAUNCH(sum_carries, blocks_for(spans, kWarps * 32 * stride), kThreads, 0, context.stream, arguments,
-                        stride),
-          "sum_carries");
-  }
-  check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context.stream, arguments), "add_carries");
-  return sums;
-}
 
 template <class Element, class Sum>
 void step(const Backward<Element>& backward, const Sum& sum, const Update& update) {
@@ -124,10 +169,10 @@ void pooled_backward(const HostBatch& batch, const PlanPointers& plan, const Wei
   if (batch.num_lookups == 0) return;
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
-  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const RowGradients gradients(batch, device, on_device, weights, setting, pooling, targets, context);
   with_elements(weights, [&](auto* elements) {
-    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device, on_device,
-                                                                       elements, sums,   context};
+    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device,    on_device,
+                                                                       elements, gradients, context};
     if (!targets.deterministic) return backward.add_to(FloatSum{grad_weights});
     const FixedSum sum = backward.fixed_sum();
     backward.add_to(sum);
@@ -144,10 +189,10 @@ void pooled_backward_update(const HostBatch& batch, const PlanPointers& plan, co
   const Setting setting = choose_setting(batch.tables, weights.element_bytes(), Direction::kBackward, shared_limit());
   const DeviceBatch device = upload(batch, setting.tables, context);
   const DevicePlan on_device = device_plan(plan);
-  const float* const sums = row_gradients(batch, device, on_device, weights, setting, pooling, targets, context);
+  const RowGradients gradients(batch, device, on_device, weights, setting, pooling, targets, context);
   with_elements(weights, [&](auto* elements) {
-    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device, on_device,
-                                                                       elements, sums,   context};
+    const Backward<std::remove_pointer_t<decltype(elements)>> backward{setting,  device,    on_device,
+                                                                       elements, gradients, context};
     if (targets.deterministic) {
       const FixedSum sum = backward.fixed_sum();
       backward.add_to(sum);

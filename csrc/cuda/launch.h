@@ -36,7 +36,8 @@ struct Context {
   std::function<void*(const char* name, size_t bytes)> allocate;  // device memory that lives as long as the op
   cudaStream_t stream;
   Mapping mapping;
-  bool tf32;  // products of float32 cores may have the accuracy of TF32
+  int64_t row_bytes;  // that rows, or their gradients, may take at a time; more where that would be over 16 waves
+  bool tf32;          // products of float32 cores may have the accuracy of TF32
 };
 
 // The cores: float32, bfloat16 or float16.

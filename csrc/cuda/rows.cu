@@ -7,35 +7,31 @@ size_t forward_shared_bytes(const SharedSizes& sizes, int element_bytes) {
   return element_bytes == 4 ? ForwardShared<float>(sizes).bytes : ForwardShared<Bfloat16>(sizes).bytes;
 }
 
-namespace {
-
-// A slot for each slab of a tile, or null where there is nothing to hand over.
-Checkpoints make_checkpoints(const Setting& setting, int64_t num_lookups, const Context& context) {
-  const int64_t tiles = (num_lookups + setting.tile_rows - 1) / setting.tile_rows, slots = tiles * setting.slabs;
+Checkpoints make_checkpoints(const Setting& setting, Waves waves, const Context& context) {
+  const int64_t tiles = (waves.rows + setting.tile_rows - 1) / setting.tile_rows;
   if (!context.mapping.checkpoint || tiles < 2) return {};
   int stride = 0;
   for (const DeviceTable& t : setting.tables) stride = std::max(stride, t.left_rows * t.slab_q * t.rank4);
+  const auto slots = static_cast<int>(tiles * setting.slabs);
   auto* const states = allocate<unsigned>(context, "states of checkpoints", slots);
-  check(cudaMemsetAsync(states, 0, static_cast<size_t>(slots) * sizeof *states, context.stream), "memset");
-  return {allocate<float>(context, "checkpoints", slots * stride), states, stride};
+  return {allocate<float>(context, "checkpoints", int64_t{slots} * stride), states, stride, slots};
 }
 
-}  // namespace
-
-float* make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& plan, const Weights& weights,
-                 const Context& context) {
-  auto* const rows = allocate<float>(context, "rows", int64_t{batch.num_lookups} * setting.row_stride);
-  const Checkpoints checkpoints = make_checkpoints(setting, batch.num_lookups, context);
+void make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& wave, Waves waves,
+               const Checkpoints& checkpoints, const Weights& weights, float* rows, const Context& context) {
+  if (checkpoints.states != nullptr) {
+    const size_t bytes = static_cast<size_t>(checkpoints.slots) * sizeof *checkpoints.states;
+    check(cudaMemsetAsync(checkpoints.states, 0, bytes, context.stream), "memset");
+  }
   with_elements(weights, [&](auto* elements) {
     using Element = std::remove_pointer_t<decltype(elements)>;
     const auto kernel = forward_rows<Element>;
-    const unsigned grid = persistent_grid(kernel, setting, batch.num_lookups);
-    const Schedule schedule = share(setting, plan, grid, checkpoints.states != nullptr ? 1 : 0, context);
-    const ForwardArguments<Element> arguments{batch,        plan,     schedule, checkpoints,       setting.sizes,
+    const unsigned grid = persistent_grid(kernel, setting, waves.rows);
+    const Schedule schedule = share(setting, wave, grid, checkpoints.states != nullptr ? 1 : 0, context);
+    const ForwardArguments<Element> arguments{batch,        wave,     schedule, checkpoints,       setting.sizes,
                                               context.tf32, elements, rows,     setting.row_stride};
     check(FLOWTT_LAUNCH(kernel, grid, kThreads, setting.shared_bytes, context.stream, arguments), "forward_rows");
   });
-  return rows;
 }
 
 }  // namespace flowtt::cuda

@@ -5,6 +5,7 @@
 #include "flowtt/describe.cuh"
 #include "flowtt/number_lookups.cuh"
 #include "flowtt/share_tiles.cuh"
+#include "flowtt/waves.cuh"
 
 namespace flowtt::cuda {
 namespace {
@@ -132,6 +133,32 @@ Schedule share(const Setting& setting, const DevicePlan& plan, unsigned blocks, 
                       static_cast<int>(blocks)),
         "share_tiles");
   return schedule;
+}
+
+Waves choose_waves(const Setting& setting, int64_t num_lookups, const Context& context) {
+  constexpr int64_t kMostWaves = 16;
+  const int64_t fit = context.row_bytes / (setting.row_stride * static_cast<int64_t>(sizeof(float)));
+  const int64_t rows = std::max({fit, (num_lookups + kMostWaves - 1) / kMostWaves, int64_t{1}});
+  if (rows >= num_lookups) return {static_cast<int>(num_lookups), 1};
+  const int64_t whole = (rows + kMaxTileRows - 1) / kMaxTileRows * kMaxTileRows;  // tiles
+  return {static_cast<int>(whole), static_cast<int>((num_lookups + whole - 1) / whole)};
+}
+
+std::vector<DevicePlan> cut(const DevicePlan& plan, Waves waves, const Context& context) {
+  std::vector<DevicePlan> plans(static_cast<size_t>(waves.count), plan);
+  if (waves.count == 1) return plans;
+  auto* const counts = allocate<int64_t>(context, "counts of waves", waves.count * kWaveCounts);
+  check(FLOWTT_LAUNCH(cut_waves, blocks_for(waves.count), kThreads, 0, context.stream, plan, waves.rows, waves.count,
+                      counts),
+        "cut_waves");
+  for (int i = 0; i < waves.count; ++i) {
+    DevicePlan& wave = plans[static_cast<size_t>(i)];
+    wave.begin_row = i * waves.rows;
+    wave.row_keys += wave.begin_row;
+    wave.counts = counts + i * kWaveCounts;
+    wave.first_flow = wave.counts + 2;
+  }
+  return plans;
 }
 
 int32_t* number_lookups(const DevicePlan& plan, int64_t num_lookups, const Context& context) {

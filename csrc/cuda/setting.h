@@ -82,9 +82,22 @@ int32_t* number_lookups(const DevicePlan& plan, int64_t num_lookups, const Conte
 size_t forward_shared_bytes(const SharedSizes& sizes, int element_bytes);
 size_t backward_shared_bytes(const SharedSizes& sizes, int element_bytes);
 
-// The distinct rows [num_lookups at most, row_stride].
-float* make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& plan, const Weights& weights,
-                 const Context& context);
+// How many distinct rows are worked on at a time, and how often.
+struct Waves {
+  int rows, count;
+};
+
+Waves choose_waves(const Setting& setting, int64_t num_lookups, const Context& context);
+
+// The plans of waves, each of at most waves.rows rows. One wave is the plan itself.
+std::vector<DevicePlan> cut(const DevicePlan& plan, Waves waves, const Context& context);
+
+// Slots for the flows of a wave, or null where there is nothing to hand over.
+Checkpoints make_checkpoints(const Setting& setting, Waves waves, const Context& context);
+
+// rows [waves.rows, row_stride] of one wave.
+void make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& wave, Waves waves,
+               const Checkpoints& checkpoints, const Weights& weights, float* rows, const Context& context);
 
 // Calls body with the weights' elements.
 template <class Body>
@@ -102,7 +115,7 @@ void with_elements(const Weights& weights, const Body& body) {
 }
 
 inline DevicePlan device_plan(const PlanPointers& plan) {
-  return {plan.lookups, plan.bags, plan.row_keys, plan.row_starts, plan.flow_starts, plan.counts};
+  return {plan.lookups, plan.bags, plan.row_keys, plan.row_starts, plan.flow_starts, plan.counts, 0, nullptr};
 }
 
 inline Pooling device_pooling(const PoolingArguments& pooling) {

@@ -126,6 +126,7 @@ def batches(seed: int) -> Iterator[tuple[TTLayout, tuple[Tensor, Tensor], dict[s
     yield layout, (indices, offsets), {}
     slabs = TTSpec(2560, 64, (16, 2, 80), (4, 4, 4), (64, 128))  # flows over several tiles, and C in two slabs
     yield TTLayout([slabs], ["slabs"]), (torch.arange(70), torch.tensor([0, 70])), {}
+    yield layout_of("three_cores"), random_batch(layout_of("three_cores"), 40, 4, seed), {"row_bytes": 1}  # waves
     for name in ("powers_of_two", "odd"):  # many tiles, some of them stolen
         yield layout_of(name), random_batch(layout_of(name), 100, 4, seed), {}
 
@@ -150,6 +151,7 @@ def main(library: Path) -> None:
         emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
         for layout, batch, options in batches(seed):
             torch.use_deterministic_algorithms(options.pop("deterministic", False))
+            torch.ops.flowtt_emulated.use_cuda_row_bytes(options.pop("row_bytes", 64 << 20))
             compare(layout, *batch, **options)
         mixed = layout_of("rank_32", "odd", "four_cores")
         for dtype in (torch.bfloat16, torch.float16):

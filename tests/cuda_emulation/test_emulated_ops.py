@@ -178,6 +178,37 @@ def test_keys_are_as_short_as_they_can_be(emulator, p, tables, key_bytes, passes
     assert emulator.cuda_emulation_take_count(b"bytes of the sort") == indices.numel() * each
 
 
+@pytest.fixture
+def small_waves(emulator):
+    torch.ops.flowtt_emulated.use_cuda_row_bytes(1)
+    yield
+    torch.ops.flowtt_emulated.use_cuda_row_bytes(64 << 20)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
+def test_waves_of_rows(small_waves, deterministic, flow):
+    layout = layout_of("powers_of_two", "odd", "four_cores")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        compare(layout, *random_batch(layout, 100, 4), pooling="mean", flow=flow)
+        compare(*long_flow(300), flow=flow)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_rows_take_a_sixteenth_of_what_all_would(emulator, small_waves):
+    layout = layout_of("powers_of_two", "three_cores")
+    indices, offsets = random_batch(layout, 400, 6)
+    for name in (b"rows", b"row gradients"):
+        emulator.cuda_emulation_take_count(name)
+    run(emulated.BACKEND, layout, indices, offsets)
+    widest, tile = 64, 32
+    most = (indices.numel() / 16 + tile) * widest * 4
+    assert 0 < emulator.cuda_emulation_take_count(b"rows") <= most
+    assert 0 < emulator.cuda_emulation_take_count(b"row gradients") <= most
+
+
 @pytest.mark.parametrize("count", [1023, 1025, 3000, 40_000])
 def test_a_hot_row_is_summed_in_levels(emulator, count):
     layout = TTLayout([SPECS["three_cores"]], ["t"])

@@ -25,6 +25,11 @@ FLOWTT_INLINE int64_t offset_at(const DeviceBatch& batch, int64_t bag) {
   return integer_at(batch.offsets, batch.wide_offsets, bag);
 }
 
+// Number in the plan's wave of a distinct row; -1: it is not in it.
+FLOWTT_INLINE int wave_row(const DevicePlan& plan, int row) {
+  return row >= plan.begin_row && row - plan.begin_row < plan.counts[0] ? row - plan.begin_row : -1;
+}
+
 struct BagPlace {
   int64_t output;  // first element in the output
   int dim;

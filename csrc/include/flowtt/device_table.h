@@ -67,6 +67,10 @@ struct DevicePlan {
   const int64_t* row_keys;
   const int32_t *row_starts, *flow_starts;
   const int64_t* counts;  // distinct rows, flows, row numbers out of range, 0
+  // A wave is a plan of some of the rows: row_keys and counts are its own, in `counts` also what follows; see
+  // waves.cuh.
+  int32_t begin_row;          // first of the rows
+  const int64_t* first_flow;  // flow that this row belongs to; null: the plan is whole
 };
 
 // Who works on which tiles; see schedule.cuh.
@@ -83,7 +87,7 @@ struct Schedule {
 struct Checkpoints {
   float* products;   // [slabs * tiles, stride]: of the flow that begins in the tile and goes on
   unsigned* states;  // [slabs * tiles]: 0, 1 for claimed, 2 for published
-  int stride;
+  int stride, slots;
 };
 
 // Elements of the arrays in shared memory: the most that any table needs.

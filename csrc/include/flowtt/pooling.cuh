@@ -5,29 +5,46 @@
 
 namespace flowtt {
 
-// output = sums of rows, a warp a bag, in the caller's order: the same bits every time.
-__global__ void pool_rows(DeviceBatch batch, Pooling pooling, const int32_t* row_of_lookup, const float* rows,
-                          int row_stride, float* output) {
-  const int bag = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (bag >= batch.num_features * batch.batch_size) return;
+// output = sums of rows, a warp a bag, in the caller's order: the same bits every time. Of the plan's wave; all but the
+// first add to the output.
+__device__ __forceinline__ void pool_bag(const DeviceBatch& batch, const DevicePlan& plan, const Pooling& pooling,
+                                         int bag, const int32_t* row_of_lookup, const float* rows, int row_stride,
+                                         float* output) {
+  const int lane = threadIdx.x % 32;
   const BagPlace place = bag_place(batch, bag);
   const int begin = static_cast<int>(offset_at(batch, bag)), end = static_cast<int>(offset_at(batch, bag + 1));
   for (int base = lane; base < place.dim; base += 32 * kColumns) {
     float sum[kColumns] = {};
+    bool empty = true;
 #pragma unroll 2
     for (int l = begin; l < end; ++l) {
       const float factor = pooling.factors != nullptr ? pooling.factors[l] : 1.f;
-      const float* const row = rows + int64_t{row_of_lookup[l]} * row_stride;
+      const int number = wave_row(plan, row_of_lookup[l]);
+      if (number < 0) continue;
+      empty = false;
+      const float* const row = rows + int64_t{number} * row_stride;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         if (base + 32 * i < place.dim) sum[i] += factor * row[base + 32 * i];
       }
     }
+    if (plan.begin_row > 0 && empty) continue;
     const float scale = pooling.mean && end > begin ? 1.f / static_cast<float>(end - begin) : 1.f;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      if (base + 32 * i < place.dim) output[place.output + base + 32 * i] = scale * sum[i];
+      if (base + 32 * i >= place.dim) continue;
+      float& to = output[place.output + base + 32 * i];
+      to = plan.begin_row > 0 ? to + scale * sum[i] : scale * sum[i];
     }
+  }
+}
+
+__global__ void pool_rows(DeviceBatch batch, DevicePlan plan, Pooling pooling, const int32_t* row_of_lookup,
+                          const float* rows, int row_stride, float* output) {
+  if (plan.begin_row > 0 && plan.counts[0] == 0) return;
+  for (int bag = blockIdx.x * kWarps + threadIdx.x / 32; bag < batch.num_features * batch.batch_size;
+       bag += gridDim.x * kWarps) {
+    pool_bag(batch, plan, pooling, bag, row_of_lookup, rows, row_stride, output);
   }
 }
 

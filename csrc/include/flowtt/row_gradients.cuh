@@ -10,9 +10,10 @@ __global__ void factor_gradients(DeviceBatch batch, DevicePlan plan, Pooling poo
                                  const float* rows, int row_stride, const float* grad_output, float* gradients) {
   const int lookup = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lookup >= batch.num_lookups) return;  // the whole warp
-  const int bag = plan.bags[lookup];
+  const int bag = plan.bags[lookup], number = wave_row(plan, row_of_lookup[lookup]);
+  if (number < 0) return;
   const BagPlace place = bag_place(batch, bag);
-  const float* const row = rows + int64_t{row_of_lookup[lookup]} * row_stride;
+  const float* const row = rows + int64_t{number} * row_stride;
   float sum = 0.f;
   for (int column = lane; column < place.dim; column += 32) sum += row[column] * grad_output[place.output + column];
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -30,7 +31,7 @@ struct RowGradientArguments {
   Pooling pooling;
   const int32_t* row_of_lookup;
   const float* grad_output;
-  float* row_gradients;  // [distinct rows, row_stride]
+  float* row_gradients;  // [rows of the wave, row_stride]
   float* carries;        // [spans, row_stride]
   int row_stride;
 };
@@ -44,6 +45,7 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
   const BagPlace place = bag_place(p.batch, bag);
   const float factor = lookup_factor(p.batch, p.pooling, bag, lookup);
   const int row = p.row_of_lookup[lookup];
+  if (__ballot_sync(0xffffffffu, wave_row(p.plan, row) >= 0) == 0) return;
   const bool carried = p.plan.row_starts[__shfl_sync(0xffffffffu, row, 0)] < first;
 
   int most = place.dim;
@@ -61,11 +63,12 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
         if (base + 32 * i < dim_j) sum[i] += factor_j * p.grad_output[output_j + base + 32 * i];
       }
       if (j + 1 < count && next_row == row_j) continue;
+      const int number = wave_row(p.plan, row_j);
       float* const to =
-          to_carry ? p.carries + int64_t{span} * p.row_stride : p.row_gradients + int64_t{row_j} * p.row_stride;
+          to_carry ? p.carries + int64_t{span} * p.row_stride : p.row_gradients + int64_t{number} * p.row_stride;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        if (base + 32 * i < dim_j) to[base + 32 * i] = sum[i];
+        if (number >= 0 && base + 32 * i < dim_j) to[base + 32 * i] = sum[i];
         sum[i] = 0.f;
       }
       to_carry = false;
@@ -78,6 +81,7 @@ __global__ void sum_carries(const __grid_constant__ RowGradientArguments p, int 
   const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * 32 * stride, last = first + 32 * stride - 1;
   if (last * 32 >= p.batch.num_lookups) return;
   const int lookup = p.plan.lookups[first * 32], row = p.row_of_lookup[lookup];
+  if (wave_row(p.plan, row) < 0) return;
   if (p.plan.row_starts[row] >= first * 32 || p.plan.row_starts[row + 1] <= last * 32) return;
   const int dim = bag_place(p.batch, p.plan.bags[lookup]).dim;
   for (int column = threadIdx.x % 32; column < dim; column += 32) {
@@ -93,13 +97,14 @@ __global__ void add_carries(const __grid_constant__ RowGradientArguments p) {
   const int span = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32, end = span * 32 + 32;
   if (end >= p.batch.num_lookups) return;
   const int lookup = p.plan.lookups[end - 1];
-  const int row = p.row_of_lookup[lookup];
+  const int row = p.row_of_lookup[lookup], number = wave_row(p.plan, row);
+  if (number < 0) return;
   // Nothing to do unless the row of this span's last place begins here and goes on behind it.
   if (p.plan.row_starts[row] < span * 32 || p.plan.row_starts[row + 1] <= end) return;
   const int last_span = (p.plan.row_starts[row + 1] - 1) / 32;
   const int dim = bag_place(p.batch, p.plan.bags[lookup]).dim;
   for (int column = lane; column < dim; column += 32) {
-    float* const to = p.row_gradients + int64_t{row} * p.row_stride + column;
+    float* const to = p.row_gradients + int64_t{number} * p.row_stride + column;
     float sum = *to;
     for (int s = span + 1, step; s <= last_span; s += step) {
       for (step = 1; s % (32 * step) == 0 && s + 32 * step - 1 <= last_span;) step *= 32;

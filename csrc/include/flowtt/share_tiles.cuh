@@ -5,28 +5,40 @@
 
 namespace flowtt {
 
+// First row of a flow of the wave, counted in the wave.
+__device__ __forceinline__ int flow_start(const DevicePlan& plan, int flow) {
+  const int64_t first = plan.first_flow != nullptr ? *plan.first_flow : 0;
+  const int64_t row = plan.flow_starts[first + flow] - plan.begin_row;
+  return static_cast<int>(max(int64_t{0}, min(row, plan.counts[0])));
+}
+
 // Tile that holds the row at which a share of `target` work ends.
 __device__ __forceinline__ int tile_at(const DevicePlan& plan, const Schedule& schedule, int64_t target) {
+  const auto cost = [&](int flow) {
+    return int64_t{flow_start(plan, flow)} * schedule.row_cost + int64_t{flow} * schedule.flow_cost;
+  };
   int low = 0;  // the last flow that begins at or before `target`
   for (int high = static_cast<int>(plan.counts[1]); low + 1 < high;) {
     const int middle = low + (high - low) / 2;
-    const int64_t cost = int64_t{plan.flow_starts[middle]} * schedule.row_cost + int64_t{middle} * schedule.flow_cost;
-    if (cost <= target) {
+    if (cost(middle) <= target) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const int64_t begin = int64_t{plan.flow_starts[low]} * schedule.row_cost + int64_t{low} * schedule.flow_cost;
-  const int64_t rows = (target - begin - schedule.flow_cost) / schedule.row_cost;
-  const int64_t row = plan.flow_starts[low] + (rows > 0 ? rows : 0);
-  return static_cast<int>(min(row, int64_t{plan.flow_starts[low + 1]}) / schedule.tile_rows);
+  const int64_t rows = (target - cost(low) - schedule.flow_cost) / schedule.row_cost;
+  const int row = flow_start(plan, low) + static_cast<int>(rows > 0 ? rows : 0);
+  return min(row, flow_start(plan, low + 1)) / schedule.tile_rows;
 }
 
 __global__ void share_tiles(DevicePlan plan, Schedule schedule, int blocks) {
   const int b = blockIdx.x * kThreads + threadIdx.x;
   if (b >= blocks) return;
   const int64_t rows = plan.counts[0], flows = plan.counts[1];
+  if (rows == 0) {
+    schedule.ranges[b] = 0;
+    return;
+  }
   const int tiles = static_cast<int>((rows + schedule.tile_rows - 1) / schedule.tile_rows);
   const int64_t work = rows * schedule.row_cost + flows * schedule.flow_cost;
   const auto begin = [&](int block) {
