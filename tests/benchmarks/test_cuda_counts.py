@@ -62,7 +62,7 @@ def test_slices_are_loaded_once_a_row_a_flow_or_a_stretch_of_tiles(counts):
         + SECTORS["middle slice"] * (SLICES + 2 * BLOCKS)  # once a slice, and where a share begins or is stolen
     )
     descriptors = 8 * 32 * (tiles(counts) + SLICES + BLOCKS)  # a few broadcast words of every warp
-    assert total(counts, "forward", "global load", "tile.cuh") <= least + descriptors
+    assert total(counts, "forward", "global load", "tile.cuh", "element.cuh") <= least + descriptors
 
 
 def test_gradients_are_added_once_a_row_a_flow_or_a_stretch_of_tiles(counts):
