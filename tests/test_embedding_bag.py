@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from tt_samples import SPECS, assert_near, both_backends, brute_force, random_batch
+from tt_samples import SPECS, assert_near, both_backends, brute_force, graphs_that_step, random_batch
 
 from flowtt_torchrec import cores, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
@@ -221,8 +221,11 @@ def test_fused_steps_with_the_learning_rate_of_the_moment(backend):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [None, OptimizerSpec("rowwise_adagrad", 0.1), OptimizerSpec("adam", 0.1)],
-    ids=["dense", "rowwise_adagrad", "adam"],
+    [
+        pytest.param(None, id="dense"),
+        pytest.param(OptimizerSpec("rowwise_adagrad", 0.1), id="rowwise_adagrad", marks=graphs_that_step),
+        pytest.param(OptimizerSpec("adam", 0.1), id="adam", marks=graphs_that_step),
+    ],
 )
 def test_batched_compiles_without_graph_breaks(optimizer):
     eager = BatchedTTEmbeddingBags(TABLES, optimizer=optimizer)

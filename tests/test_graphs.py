@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_native import opcheck_arguments
 from torch import Tensor, nn
-from tt_samples import SPECS, random_batch
+from tt_samples import SPECS, graphs_that_step, random_batch
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
@@ -56,10 +56,10 @@ def same_steps(optimizer: OptimizerSpec | None, backend: str, steps: int, dtype:
     ("kind", "dtype"),
     [
         (None, torch.float32),
-        ("sgd", torch.float32),
-        ("rowwise_adagrad", torch.bfloat16),
-        ("adam", torch.float32),
-        ("adam", torch.float16),
+        pytest.param("sgd", torch.float32, marks=graphs_that_step),
+        pytest.param("rowwise_adagrad", torch.bfloat16, marks=graphs_that_step),
+        pytest.param("adam", torch.float32, marks=graphs_that_step),
+        pytest.param("adam", torch.float16, marks=graphs_that_step),
     ],
 )
 def test_a_graph_serves_all_batches_and_learning_rates(kind: str | None, dtype: torch.dtype) -> None:
@@ -68,6 +68,7 @@ def test_a_graph_serves_all_batches_and_learning_rates(kind: str | None, dtype: 
 
 
 @pytest.mark.slow
+@graphs_that_step
 def test_inductor_compiles_forward_backward_and_step() -> None:
     with ops.use_backend("native"):
         same_steps(OptimizerSpec("adagrad", 0.1), "inductor", 3)

@@ -11,12 +11,13 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption, Topology
-from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType, ShardingType
 
 from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
+from flowtt_torchrec.distributed.compat import estimators_sharders
 from flowtt_torchrec.distributed.estimators import (
     CUSTOMIZED_KERNEL,
     TTPerfEstimator,
@@ -176,7 +177,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             if self._may_gain(name, kind)
         ]
         by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._tt_perf.estimate(sketches, build_sharder_data_map(by_type))
+        self._tt_perf.estimate(sketches, estimators_sharders(by_type))
         times: dict[str, list[tuple[float, float, str]]] = {}  # by table: of all ranks, of the slowest, type
         for sketch in sketches:
             parts = [shard.perf.total for shard in sketch.shards if shard.perf is not None]
