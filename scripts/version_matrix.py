@@ -46,6 +46,8 @@ CELLS = (
 TESTS = (
     "tests/distributed/test_torchrec_signatures.py",
     "tests/distributed/test_planner.py",
+    "tests/distributed/test_storage.py",
+    "tests/distributed/test_saved_plan.py",
     "tests/distributed/test_stats.py",
     "tests/distributed/test_twin_training.py",
     "tests/distributed/test_twin_matrix.py",

@@ -85,7 +85,8 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
     ("planner", DENSE): {"TorchRec's": [f"{D}test_planner.py::test_dense_tables_keep_their_constraints"]},
     ("planner", TT): {
         "true storage and cost of each placement": [
-            f"{D}test_planner.py::test_what_a_rank_holds_is_what_was_estimated",
+            f"{D}test_storage.py::test_estimates_are_what_one_rank_takes",
+            f"{D}test_storage.py::test_estimates_are_what_two_ranks_take",
             f"{D}test_planner.py::test_cost_follows_flops_bytes_and_ranks",
         ],
         "its own choice of what to compress (`AutoCompression`)": [

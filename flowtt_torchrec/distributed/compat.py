@@ -18,14 +18,15 @@ OLDEST = (1, 6)
 NEWEST_TESTED = (1, 9)
 
 
-def _release(version: str) -> tuple[int, int]:
+def release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else OLDEST
 
 
 def estimators_sharders(sharders: Mapping[str, ModuleSharder[Any]]) -> dict[str, Any]:
     """What torchrec's estimators take beside the options: the sharders by module type; since 1.7, data of them."""
-    if _release(torchrec.__version__) < (1, 7):
+    if release(torchrec.__version__) < (1, 7):
         return dict(sharders)
     from torchrec.distributed.planner.utils import build_sharder_data_map  # not in a torchrec that is too old
 
@@ -34,7 +35,7 @@ def estimators_sharders(sharders: Mapping[str, ModuleSharder[Any]]) -> dict[str,
 
 def check_torchrec(version: str) -> None:
     """Raises ``ImportError`` for a torchrec that is too old, warns of one that is newer than any that was tested."""
-    found = _release(version)
+    found = release(version)
     if found < OLDEST:
         raise ImportError(
             f"flowtt_torchrec.distributed needs torchrec {OLDEST[0]}.{OLDEST[1]} or later, found {version}; "

@@ -17,6 +17,7 @@ from flowtt_torchrec.spec import TTSpec
 WEIGHTS = "Compute Kernels Embedding Weights"
 OPTIMIZER = "Compute Kernels Optimizer State"
 TOTAL = "Compute Kernels Total Estimated Memory (weights + optimizer + IO + pipeline)"
+TOTAL_UNTIL_1_7 = "Compute Kernels Storage"  # all that torchrec printed of kernels' bytes before 1.8
 
 
 class TTEmbeddingStats(EmbeddingStats):
@@ -50,13 +51,15 @@ class TTEmbeddingStats(EmbeddingStats):
             memory[kernel] = [
                 a + b for a, b in zip(memory.get(kernel, [0, 0, 0]), (total.hbm, total.ddr, total.ssd), strict=True)
             ]
+        totals = {
+            kernel: f"HBM: {show_mb(hbm)}, DDR: {show_mb(ddr)}, SSD: {show_mb(ssd)}"
+            for kernel, (hbm, ddr, ssd) in memory.items()
+        }
         self._sums = {
             WEIGHTS: {kernel: show_mb(size) for kernel, size in weights.items()},
             OPTIMIZER: {kernel: show_mb(size) for kernel, size in states.items()},
-            TOTAL: {
-                kernel: f"HBM: {show_mb(hbm)}, DDR: {show_mb(ddr)}, SSD: {show_mb(ssd)}"
-                for kernel, (hbm, ddr, ssd) in memory.items()
-            },
+            TOTAL: totals,
+            TOTAL_UNTIL_1_7: totals,
         }
         super().log(sharding_plan, *args, best_plan=best_plan, **kwargs)
 
