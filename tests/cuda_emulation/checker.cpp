@@ -29,9 +29,9 @@ struct Access {
   void* pc;
 };
 
-// What is known of four bytes.
+// What is known of four bytes. Reads of halves are kept apart: other threads may write the other half.
 struct Cell {
-  Access write, read;
+  Access write, read, half_reads[2];
   uint8_t initialised;
 };
 
@@ -115,12 +115,14 @@ void check_cell(Fiber& fiber, Cell& cell, unsigned bytes, bool write, bool atomi
              uint8_t(kValid | (atomic ? kAtomic : 0)),
              pc};
   if (write) {
-    if (conflicts(cell.read)) fail_race("write after read", cell.read, pc, name, offset);
+    for (const Access* const past : {&cell.read, &cell.half_reads[0], &cell.half_reads[1]}) {
+      if (conflicts(*past)) fail_race("write after read", *past, pc, name, offset);
+    }
     cell.write = now;
     cell.initialised |= bytes;
     return;
   }
-  const Access& past = cell.read;
+  Access& past = bytes == 15 ? cell.read : cell.half_reads[bytes > 3];
   if (!ordered(past, fiber)) {  // both readers count: later writers must come after both
     now.flags |= past.flags & (kManyLanes | kManyWarps | kManyBlocks);
     if (!(past.flags & kAtomic)) now.flags &= uint8_t(~kAtomic);
@@ -130,7 +132,7 @@ void check_cell(Fiber& fiber, Cell& cell, unsigned bytes, bool write, bool atomi
     now.bytes |= past.bytes;
     now.clock = std::max(now.clock, past.clock);
   }
-  cell.read = now;
+  past = now;
 }
 
 // Calls visit(first byte, bit mask) for each four-byte word that the access touches.

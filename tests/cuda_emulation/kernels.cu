@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "flowtt/platform.cuh"
+#include "flowtt/tensor_cores.cuh"
 
 namespace {
 
@@ -188,6 +188,47 @@ __global__ void chain(Arguments a) {
   }
 }
 
+// Two blocks write 16-bit numbers in turn, each only its own.
+__global__ void halves(Arguments a) {
+  const int i = 2 * threadIdx.x + blockIdx.x;
+  auto* const number = reinterpret_cast<uint16_t*>(a.scratch) + i;
+  *number = static_cast<uint16_t>(i);
+  __syncthreads();
+  *number = static_cast<uint16_t>(*number + 1);
+  a.out[i] = *number;
+}
+
+// A [16, 16] times B [16, 8] by a warp, in BF16, FP16 and TF32; whole numbers, so that all are exact.
+template <class Element>
+__device__ void multiply_16_bit(float* out, Element* b) {
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  const auto left = [](int m, int k) { return float((16 * m + k) % 7); };
+  for (int i = lane; i < 128; i += 32) b[i].bits = uint16_t(flowtt::pack(b, float(i % 5), 0.f));
+  __syncwarp();
+  const auto pair = [&](int m, int k) { return flowtt::pack(b, left(m, k), left(m, k + 1)); };
+  const uint32_t operand[4] = {pair(g, 2 * t), pair(g + 8, 2 * t), pair(g, 2 * t + 8), pair(g + 8, 2 * t + 8)};
+  uint32_t columns[2];
+  flowtt::load_columns(columns, b + lane % 16 * 8);
+  float sum[4] = {}, other[2][1][4] = {};
+  flowtt::multiply_16<Element>(sum, operand, columns);
+  const auto from_left = [&](int half, int k) { return left(g + 8 * half, k); };
+  const auto from_right = [&](int, int k) { return flowtt::widen(b[8 * k + g]); };
+  flowtt::multiply_add<flowtt::Depth::kAlongRows, false, false>(other[0], 16, from_left, from_right);
+  flowtt::multiply_add<flowtt::Depth::kOverRows, true, true>(other[1], 16, from_left, from_right);
+  const float (*const all[3])[4] = {&sum, other[0], other[1]};
+  for (int i = 0; i < 3; ++i) {
+    const flowtt::Quad quad = flowtt::quad_of(*all[i]);
+    flowtt::store4(out + 128 * i + 8 * quad.row + quad.column, quad.value);
+  }
+  __syncwarp();
+}
+
+__global__ void multiply(Arguments a) {
+  FLOWTT_DYNAMIC_SHARED(raw);
+  multiply_16_bit(a.out, flowtt::shared_array<flowtt::Bfloat16>(raw, 0, 128));
+  multiply_16_bit(a.out + 384, flowtt::shared_array<flowtt::Float16>(raw, 0, 128));
+}
+
 std::string error;
 
 void run(const std::string& kernel, const Arguments& a) {
@@ -203,6 +244,10 @@ void run(const std::string& kernel, const Arguments& a) {
     FLOWTT_LAUNCH(ring, 1, 128, 3 * 128 * 4 + 64, nullptr, a);
   } else if (kernel == "last_block") {
     FLOWTT_LAUNCH(last_block, 16, 64, 4 + 64, nullptr, a);
+  } else if (kernel == "halves") {
+    FLOWTT_LAUNCH(halves, 2, 64, 0, nullptr, a);
+  } else if (kernel == "multiply") {
+    FLOWTT_LAUNCH(multiply, 1, 32, 256 + 64, nullptr, a);
   } else {
     FLOWTT_LAUNCH(chain, 32, 32, 4 + 64, nullptr, a);
   }

@@ -12,7 +12,7 @@ from cuda_emulation import build
 pytestmark = pytest.mark.skipif(build.toolkit() is None, reason="the headers of the CUDA toolkit are not here")
 
 SOURCE = build.FOLDER / "kernels.cu"
-KERNELS = ("reverse", "reduce", "rotate", "touch", "ring", "last_block", "chain")
+KERNELS = ("reverse", "reduce", "rotate", "touch", "ring", "last_block", "chain", "halves", "multiply")
 DEFECTS = {
     name: number
     for number, name in enumerate(re.findall(r"^  k(\w+)", SOURCE.read_text().split("};")[0], re.MULTILINE))
@@ -25,6 +25,13 @@ EXPECTED = {
     "ring": [tile * 128 + 127 - i for tile in range(8) for i in range(128)],
     "last_block": [32] * 16,
     "chain": list(range(1, 33)),
+    "halves": list(range(1, 129)),
+    "multiply": [
+        sum((16 * m + k) % 7 * ((8 * k + n) % 5) for k in range(16))
+        for _ in range(6)
+        for m in range(16)
+        for n in range(8)
+    ],
 }
 # Kernel, defect, what the checked build says, and what the fast build says: None if it cannot know.
 REPORTS = [

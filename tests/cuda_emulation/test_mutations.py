@@ -293,9 +293,9 @@ MUTATIONS = [
         "shares of later slabs begin with the first",
         "share_tiles.cuh",
         "static_cast<int>(slab) * tiles +",
-        "",
+        "0 * tiles +",
         "setting",
-        f"RACE|LIVELOCK|{WRONG}",
+        f"{CHECKER}|{WRONG}",
     ),
     Mutation(
         "random bits are the same for all elements",
