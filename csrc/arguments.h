@@ -146,8 +146,20 @@ inline Optimizer read_optimizer(int64_t number, double beta1, double beta2, int6
   return optimizer;
 }
 
-// What Adam divides an average of `step` values by, which began at 0 and decays by `beta`.
-inline double bias_correction(double beta, int64_t step) { return 1 - std::pow(beta, static_cast<double>(step)); }
+template <class T>
+UpdateRule<T> update_rule(Optimizer optimizer, double learning_rate, double eps, double weight_decay, double beta1,
+                          double beta2, int64_t step) {
+  // What Adam divides an average of `step` values by, which began at 0 and decays by `beta`.
+  const auto correction = [step](double beta) { return static_cast<T>(1 - std::pow(beta, static_cast<double>(step))); };
+  return {optimizer,
+          static_cast<T>(learning_rate),
+          static_cast<T>(eps),
+          static_cast<T>(weight_decay),
+          static_cast<T>(beta1),
+          static_cast<T>(beta2),
+          correction(beta1),
+          correction(beta2)};
+}
 
 // Elements that an optimizer's momenta have; 0 where it has none.
 struct MomentumSizes {

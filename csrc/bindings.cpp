@@ -302,14 +302,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   Tensor grad_factors = make_tensor(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
-    const cpu::UpdateRule<T> rule{static_cast<typename cpu::UpdateRule<T>::Kind>(optimizer),
-                                  static_cast<T>(learning_rate),
-                                  static_cast<T>(eps),
-                                  static_cast<T>(weight_decay),
-                                  static_cast<T>(beta1),
-                                  static_cast<T>(beta2),
-                                  static_cast<T>(bias_correction(beta1, step)),
-                                  static_cast<T>(bias_correction(beta2, step))};
+    const auto rule = update_rule<T>(kind, learning_rate, eps, weight_decay, beta1, beta2, step);
     const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, mutable_weights<T>(weights, rounding_seed),
                                     momentum_data<T>("momentum1", momentum1, sizes.first, weights),
                                     momentum_data<T>("momentum2", momentum2, sizes.second, weights));

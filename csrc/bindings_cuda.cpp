@@ -304,14 +304,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   Tensor grad_factors =
       torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
-  const UpdateRule rule{kind,
-                        static_cast<float>(learning_rate),
-                        static_cast<float>(eps),
-                        static_cast<float>(weight_decay),
-                        static_cast<float>(beta1),
-                        static_cast<float>(beta2),
-                        static_cast<float>(bias_correction(beta1, step)),
-                        static_cast<float>(bias_correction(beta2, step))};
+  const auto rule = update_rule<float>(kind, learning_rate, eps, weight_decay, beta1, beta2, step);
   const cuda::Update update{rule, first, second, rounding_seed};
   Workspace workspace(weights, device.stream());
   cuda::pooled_backward_update(problem.batch, problem.plan, problem.cores, problem.pooling, targets, update,

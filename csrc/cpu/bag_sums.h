@@ -117,11 +117,7 @@ class BagSums {
     }
     if (lookup_.pooling_mode != PoolingMode::kMean) return;
     for (int64_t bag = begin; bag < end; ++bag) {
-      const int64_t length = batch_.offsets[bag + 1] - batch_.offsets[bag];
-      if (length < 2) continue;
-      const T scale = T(1) / static_cast<T>(length);
-      T* out = in_output(feature, bag);
-      kernels_.spread_row(1, &out, &scale, dim, out, Put::kWrite);
+      take_mean(kernels_, batch_.offsets[bag + 1] - batch_.offsets[bag], dim, in_output(feature, bag));
     }
   }
 

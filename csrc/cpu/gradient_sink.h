@@ -31,7 +31,7 @@ class GradientSink {
       std::copy(gradient, gradient + size, grad_weights_ + at);
       return;
     }
-    const bool row_wise = rule_.kind == UpdateRule<T>::kRowwiseAdagrad;
+    const bool row_wise = rule_.optimizer == Optimizer::kRowwiseAdagrad;
     const int64_t of_momentum1 = row_wise ? table.slice_offset[core] + slice : at;
     weights_.change(at, size, [&](T* w) {
       kernels_->update(rule_, size, gradient, w, offset(momentum1_, of_momentum1), offset(momentum2_, at));

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "flowtt/plan.h"
+
 // Whether there are kernels for tile registers: the compiler must know them, and the system must be asked for them.
 #if FLOWTT_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define FLOWTT_AMX 1
@@ -32,23 +34,6 @@ struct RowShape {
   int64_t q;
   int64_t r;
   int64_t r_padded;
-};
-
-// One step of a fused optimizer, for each element of a slice with gradient g:
-//   g += weight_decay * w;  momentum1 += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
-//   w -= learning_rate * g / (sqrt(momentum1) + eps), for SGD w -= learning_rate * g.
-// Adam, without the first line:
-//   momentum1 = beta1 * momentum1 + (1 - beta1) * g;  momentum2 = beta2 * momentum2 + (1 - beta2) * g^2;
-//   w -= learning_rate * (momentum1 / correction1 / (sqrt(momentum2 / correction2) + eps) + weight_decay * w).
-template <class T>
-struct UpdateRule {
-  enum Kind : int { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
-  Kind kind;
-  T learning_rate;
-  T eps;
-  T weight_decay;
-  T beta1, beta2;
-  T correction1, correction2;  // 1 - beta^step
 };
 
 // How a row gets to where it belongs.

@@ -263,11 +263,7 @@ class Forward {
         kernels_.sum_rows(n, pointers, scales, dim, out, at > lookups);
         at += n;
       } while (at < lookups_end);
-      const int64_t length = lookups_end - lookups;
-      if (lookup_.pooling_mode == PoolingMode::kMean && length > 1) {
-        const T scale = T(1) / static_cast<T>(length);
-        kernels_.spread_row(1, &out, &scale, dim, out, Put::kWrite);
-      }
+      if (lookup_.pooling_mode == PoolingMode::kMean) take_mean(kernels_, lookups_end - lookups, dim, out);
     }
   }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "flowtt/batch.h"
 #include "flowtt/table.h"
 
@@ -60,5 +61,13 @@ class PooledRows {
   std::vector<int64_t> only_feature_;  // by table; saves a division a lookup
   std::vector<Columns> columns_;       // by feature
 };
+
+// The mean of `length` rows from their sum [dim], in its place.
+template <class T>
+void take_mean(const Kernels<T>& kernels, int64_t length, int64_t dim, T* sum) {
+  if (length < 2) return;
+  const T scale = T(1) / static_cast<T>(length);
+  kernels.spread_row(1, &sum, &scale, dim, sum, Put::kWrite);
+}
 
 }  // namespace flowtt::cpu

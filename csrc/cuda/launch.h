@@ -67,7 +67,7 @@ struct BackwardTargets {
 };
 
 struct Update {
-  UpdateRule rule;
+  UpdateRule<float> rule;
   float *momentum1, *momentum2;  // of each parameter, the first of each slice for row-wise Adagrad; or null
   int64_t rounding_seed;         // of 16-bit weights in this step; -1: to the nearest
 };

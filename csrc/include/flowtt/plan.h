@@ -18,12 +18,18 @@ enum class PoolingMode : int64_t { kSum = 0, kMean = 1 };
 
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
-// A step of an optimizer, by the formulas of flowtt_torchrec/optimizers.py.
+// One step of a fused optimizer, for each element of a slice with gradient g:
+//   g += weight_decay * w;  momentum1 += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
+//   w -= learning_rate * g / (sqrt(momentum1) + eps), for SGD w -= learning_rate * g.
+// Adam, without the first line:
+//   momentum1 = beta1 * momentum1 + (1 - beta1) * g;  momentum2 = beta2 * momentum2 + (1 - beta2) * g^2;
+//   w -= learning_rate * (momentum1 / correction1 / (sqrt(momentum2 / correction2) + eps) + weight_decay * w).
+template <class T>
 struct UpdateRule {
   Optimizer optimizer;
-  float learning_rate, eps, weight_decay;
-  float beta1, beta2;
-  float correction1, correction2;  // 1 - beta^step
+  T learning_rate, eps, weight_decay;
+  T beta1, beta2;
+  T correction1, correction2;  // 1 - beta^step
 };
 
 // A plan as the kernels read it. N lookups, U distinct rows, P flows.

@@ -27,7 +27,7 @@ constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + 
 // One step on every touched slice, a block a slice.
 template <class Element, class Sum>
 __global__ void __launch_bounds__(kThreads)
-    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule rule,
+    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule<float> rule,
                   Rounding rounding, Element* weights, float* momentum1, float* momentum2) {
   FLOWTT_DYNAMIC_SHARED(raw);
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
