@@ -12,7 +12,6 @@ from benchmarks.workloads import Batch
 # In the order of csrc/cpu/executor.h. Where bags have one lookup each, pooling is part of "rows"; the middle core is
 # updated in "flows and middle core".
 STAGES = ("keys", "sort", "rows and prefixes", "rows", "pooling", "flows and middle core", "outer cores")
-FORWARD = STAGES[3:5]
 OTHER = "everything else"  # autograd, allocation, the call itself
 
 

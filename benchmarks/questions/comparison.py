@@ -26,14 +26,13 @@ def comparison(run: Run) -> None:
     report.progress(f"comparison: making tables of {preset.balanced.num_embeddings:,} rows, tensor-train and dense")
     ours, shaped = FlowTT([preset.balanced]), FlowTT([preset.flow_shape], name="flowtt_flow_shape")
     ttrec, dense = TTRec(ours.cores), DenseTBE([preset.balanced])
-    contenders = [ours, shaped, ttrec, dense]
-    if preset.all_baselines:
-        contenders.insert(3, TTRec(ours.cores, unique=True))
+    unique = [TTRec(ours.cores, unique=True)] if preset.all_baselines else []
+    baselines = [ttrec, *unique, dense]
     reduced, reduced_shaped = (
         FlowTT([spec], name=f"{of.name}_bfloat16", dtype=torch.bfloat16)
         for of, spec in ((ours, preset.balanced), (shaped, preset.flow_shape))
     )
-    contenders += [reduced, reduced_shaped]
+    contenders = [ours, shaped, *baselines, reduced, reduced_shaped]
     for contender in contenders:
         report.add(
             [contender.num_bytes],
@@ -53,7 +52,7 @@ def comparison(run: Run) -> None:
         lineup.add(ours, "plan", "forward", "forward_planned", "backward", "step")
         lineup.add(shaped, "forward", "step", p=shaped_columns["p"], parameters=shaped_columns["parameters"])
         lineup.add(reduced_shaped, "forward", "step", p=shaped_columns["p"], parameters=shaped_columns["parameters"])
-        for contender in (*contenders[2:-2], reduced):
+        for contender in (*baselines, reduced):
             lineup.add(contender, "forward", "step")
         size = preset.gemm_size
         lineup.add_action(_GEMM, _gemm(size), contender="torch.mm", operation=f"{size}^3", **_NO_TABLE)

@@ -51,23 +51,24 @@ def search(proposer: GreedyProposer, space: list[ShardingOption], topo: Topology
     return tried
 
 
+def stock_and_ours(use_depth: bool, tables: int, ranks: int) -> list[list[tuple[Any, float]]]:
+    topo = topology(ranks, "cuda")
+    space = search_space(tables, topo)
+    rate = NoopPerfModel(topo).rate
+    proposers = GreedyProposer(use_depth), BisectingGreedyProposer(use_depth)
+    return [search(proposer, space, topo, rate) for proposer in proposers]
+
+
 @pytest.mark.parametrize("use_depth", [True, False])
 def test_few_steps_are_all_proposed_as_torchrec_does(use_depth: bool) -> None:
-    topo = topology(2, "cuda")
-    space = search_space(4, topo)
-    rate = NoopPerfModel(topo).rate
-    stock = search(GreedyProposer(use_depth), space, topo, rate)
-    assert search(BisectingGreedyProposer(use_depth), space, topo, rate) == stock
+    stock, ours = stock_and_ours(use_depth, tables=4, ranks=2)
+    assert ours == stock
     assert len(stock) == 1 + 4 * (len(TYPES) - 1)
 
 
 @pytest.mark.parametrize("use_depth", [True, False])
 def test_many_steps_are_not(use_depth: bool) -> None:
-    topo = topology(4, "cuda")
-    space = search_space(60, topo)
-    rate = NoopPerfModel(topo).rate
-    stock = search(GreedyProposer(use_depth), space, topo, rate)
-    ours = search(BisectingGreedyProposer(use_depth), space, topo, rate)
+    stock, ours = stock_and_ours(use_depth, tables=60, ranks=4)
     assert len(stock) == 1 + 60 * 2
     assert len(ours) < 40
     assert {kinds for kinds, _ in ours} <= {kinds for kinds, _ in stock}
