@@ -103,6 +103,15 @@ class TTLayout:
         pieces = iter(flat.split([p for spec in self.specs for p in spec.p]))
         return [[next(pieces) for _ in spec.p] for spec in self.specs]
 
+    def feature_starts(self, offsets: Tensor) -> list[int]:
+        """Place of each feature's first lookup in a batch, then the number of lookups; waits for the device.
+
+        Args:
+            offsets: ``[num_features * batch_size + 1]``, as for `flowtt_torchrec.ops.flow_plan`.
+        """
+        batch_size = (offsets.numel() - 1) // self.num_features
+        return offsets[torch.arange(self.num_features + 1) * batch_size].tolist()
+
     def keys(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Keys of rows.
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.precision import compute_dtype
 from flowtt_torchrec.reference import BoundsCheckMode, check_offsets, check_rows
 from flowtt_torchrec.strategies import MEASURED, Constants, estimate, table_counts
 
@@ -88,7 +89,7 @@ class MaterialisedRows:
         if not self._rows:
             return self._by_flows(weights, layout, indices, offsets, per_sample_weights, options)
         batch_size = check_offsets(layout, indices.numel(), offsets)
-        starts = offsets[torch.arange(layout.num_features + 1) * batch_size].tolist()
+        starts = layout.feature_starts(offsets)
         if not _in_range(layout, indices, starts):
             bags = torch.arange(offsets.numel() - 1, device=offsets.device).repeat_interleave(offsets.diff())
             indices = check_rows(layout, indices, bags, batch_size, bounds_check_mode)[1].to(indices.dtype)
@@ -153,12 +154,9 @@ class MaterialisedRows:
             return
         alone = TTLayout(layout.specs, layout.names, [table])
         every = torch.arange(layout.specs[table].num_embeddings, device=weights.device)
-        pieces = (ops.lookup(weights, alone, ids, _one_each(ids)) for ids in every.split(_ROWS_AT_ONCE))
-        first = next(pieces)
-        rows = first if first.size(0) == every.numel() else first.new_empty(every.numel(), first.size(1))
-        rows[: first.size(0)] = first
-        for start, piece in zip(range(_ROWS_AT_ONCE, every.numel(), _ROWS_AT_ONCE), pieces):
-            rows[start : start + piece.size(0)] = piece
+        rows = weights.new_empty(every.numel(), alone.total_dim, dtype=compute_dtype(weights.dtype))
+        for ids, piece in zip(every.split(_ROWS_AT_ONCE), rows.split(_ROWS_AT_ONCE)):
+            piece.copy_(ops.lookup(weights, alone, ids, _one_each(ids)))
         self._rows[table] = rows
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
-from flowtt_torchrec.optimizers import ADAGRAD, ADAM, SGD, OptimizerSpec
+from flowtt_torchrec.optimizers import ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
 from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights
 
 
@@ -215,16 +215,18 @@ def pooled_backward_update(
         grad_output, weights, layout, offsets, plan, per_sample_weights, pooling_mode, per_sample_weights_grad
     )
     row_tables, row_digits = layout.split_keys(plan.row_keys[: int(plan.counts[0])])
+    cores, grads = layout.core_views(weights), layout.core_views(flat_grad)
     elements = layout.core_views(torch.arange(weights.numel(), device=weights.device))
+    views_of_first = layout.slice_views if optimizer.kind == ROWWISE_ADAGRAD else layout.core_views
+    first = [] if momentum1 is None else views_of_first(momentum1)
+    second = [] if momentum2 is None else layout.core_views(momentum2)
     for table, spec in enumerate(layout.specs):
         for k in range(spec.num_cores):
             touched = row_digits[row_tables == table, k].unique()
-            core, grad = layout.core_views(weights)[table][k], layout.core_views(flat_grad)[table][k][touched]
+            core, grad = cores[table][k], grads[table][k][touched]
             slices = core[touched].to(grad.dtype)
             if optimizer.kind == ADAM:
-                assert momentum1 is not None
-                assert momentum2 is not None
-                m, v = layout.core_views(momentum1)[table][k], layout.core_views(momentum2)[table][k]
+                m, v = first[table][k], second[table][k]
                 m[touched] = optimizer.beta1 * m[touched] + (1 - optimizer.beta1) * grad
                 v[touched] = optimizer.beta2 * v[touched] + (1 - optimizer.beta2) * grad.square()
                 root = (v[touched] / (1 - optimizer.beta2**step)).sqrt() + optimizer.eps
@@ -232,15 +234,14 @@ def pooled_backward_update(
             elif optimizer.kind == SGD:
                 change = grad + optimizer.weight_decay * slices
             else:
-                assert momentum1 is not None
                 grad = grad + optimizer.weight_decay * slices
-                if optimizer.kind == ADAGRAD:
-                    m, square = layout.core_views(momentum1)[table][k], grad.square()
-                else:
-                    m, square = layout.slice_views(momentum1)[table][k], grad.square().mean(dim=(1, 2, 3))
+                square = grad.square()
+                if optimizer.kind == ROWWISE_ADAGRAD:
+                    square = square.mean(dim=(1, 2, 3))
+                m = first[table][k]
                 m[touched] += square
                 root = m[touched].sqrt() + optimizer.eps
-                change = grad / root.view(-1, *grad.shape[1:] if optimizer.kind == ADAGRAD else (1, 1, 1))
+                change = grad / (root[:, None, None, None] if optimizer.kind == ROWWISE_ADAGRAD else root)
             slices = slices - optimizer.learning_rate * change
             core[touched] = round_weights(slices, core.dtype, rounding_seed, elements[table][k][touched])
     return grad_per_sample_weights

@@ -96,11 +96,10 @@ def table_counts(layout: TTLayout, offsets: Tensor, plan: FlowPlan) -> list[Coun
     shift = int(layout.tables[0, TABLE_SHIFT])
     row_tables = plan.row_keys[:rows] >> shift
     flow_tables = row_tables[plan.flow_starts[:flows].long()]
-    batch_size = (offsets.numel() - 1) // layout.num_features
-    bounds = offsets[torch.arange(layout.num_features + 1) * batch_size].tolist()
+    starts = layout.feature_starts(offsets)
     lookups = [0] * layout.num_tables
-    for feature, table in enumerate(layout.feature_tables):
-        lookups[table] += bounds[feature + 1] - bounds[feature]
+    for table, start, end in zip(layout.feature_tables, starts, starts[1:]):
+        lookups[table] += end - start
     of_rows, of_flows = (torch.bincount(t, minlength=layout.num_tables).tolist() for t in (row_tables, flow_tables))
     return [Counts(*counts) for counts in zip(lookups, of_rows, of_flows)]
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from flowtt_torchrec.distributed.conversion import compress_on_ranks, split_bag
+from flowtt_torchrec.distributed.conversion import compress_on_ranks
 from flowtt_torchrec.distributed.kernel import core_name
 from flowtt_torchrec.distributed.saved_tables import (
     ROWS,
@@ -28,6 +28,7 @@ from flowtt_torchrec.distributed.saved_tables import (
     SavedTable,
     check_saved,
     saved_tables,
+    split_bag,
     split_parameter,
     table_of_state,
 )
@@ -109,8 +110,10 @@ def load(
     stored = read_metadata(storage_reader).state_dict_metadata
     leaves = list(_leaves(state_dict))
     tables = _of_all_ranks(_asked_for(leaves), process_group)
-    _check_tables(tables, stored, storage_reader, process_group)
-    dense = {bag: tables.trains[bag].spec(split_bag(bag)) for bag in _to_compress(tables, stored, compress_dense)}
+    saved = saved_tables({name: value.size for name, value in stored.items() if hasattr(value, "size")})
+    _check_tables(tables, saved, stored, storage_reader, process_group)
+    to_compress = _to_compress(tables, saved, stored, compress_dense)
+    dense = {bag: tables.trains[bag].spec(split_bag(bag)) for bag in to_compress}
     compressed = _compress(dense, storage_reader, process_group)
     new = {split_bag(bag) for bag in dense}
 
@@ -179,12 +182,12 @@ def _of_all_ranks(mine: _Tables, process_group: dist.ProcessGroup | None) -> _Ta
 
 def _check_tables(
     tables: _Tables,
+    saved: Mapping[str, SavedTable],
     stored: Mapping[str, Any],
     storage_reader: dcp.StorageReader,
     process_group: dist.ProcessGroup | None,
 ) -> None:
     """Compares the tensor trains of all ranks with the checkpoint's, so that all ranks fail or none."""
-    saved = saved_tables({name: value.size for name, value in stored.items() if hasattr(value, "size")})
     rows = {bag + ROWS: torch.zeros((), dtype=torch.int64) for bag in sorted(saved) if bag + ROWS in stored}
     if rows:
         dcp.load(rows, storage_reader=storage_reader, process_group=process_group)
@@ -200,9 +203,10 @@ def _check_tables(
             )
 
 
-def _to_compress(tables: _Tables, stored: Mapping[str, Any], compress_dense: bool) -> list[str]:
+def _to_compress(
+    tables: _Tables, saved: Mapping[str, SavedTable], stored: Mapping[str, Any], compress_dense: bool
+) -> list[str]:
     """The tables that are tensor trains here and dense in the checkpoint."""
-    saved = saved_tables(dict.fromkeys(stored, ()))
     dense = sorted(bag for bag in tables.trains if bag not in saved and bag + WEIGHT in stored)
     if dense and not compress_dense:
         raise ValueError(

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from flowtt_torchrec.cores import row_range
 from flowtt_torchrec.distributed.kernel import core_name
-from flowtt_torchrec.distributed.saved_tables import ROWS, WEIGHT, saved_tables, split_parameter, table_of_state
+from flowtt_torchrec.distributed.saved_tables import (
+    ROWS,
+    WEIGHT,
+    saved_tables,
+    split_bag,
+    split_parameter,
+    table_of_state,
+)
 from flowtt_torchrec.distributed.stored import HeldTensor, Key, LazyTensor, name_of, read_entries
 from flowtt_torchrec.distributed.stored_write import check_target, write_entries
 from flowtt_torchrec.distributed.tables import name_tables
@@ -255,11 +262,6 @@ class _Progress:
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now
             self._say(f"{self._what}, {done:.0%}")
-
-
-def split_bag(bag: str) -> str:
-    """The table's name in ``"…embedding_bags.<table>."``."""
-    return bag[:-1].rpartition(".")[2]
 
 
 def _dense_tables(entries: Mapping[Key, Any]) -> Iterable[tuple[Key, str, LazyTensor]]:

@@ -51,7 +51,6 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """``ShardedEmbeddingBagCollection`` with TT tables beside dense ones.
 
     A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
-    A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
     the ranks that hold the table. Beside them the state dict has the number of rows, which the cores do not tell, as
     ``tt_rows``. Fused optimizer state is ``<table>.tt_core<k>.momentum1``, for Adam ``exp_avg_sq`` and ``step`` too.
     No name depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from flowtt_torchrec.distributed.estimators import (
 from flowtt_torchrec.distributed.fp_embeddingbag import TT_SHARDERS
 from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, HOST_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
 from flowtt_torchrec.distributed.storage import DATA_PARALLEL
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
 TABLE_WISE = ShardingType.TABLE_WISE.value
@@ -255,10 +255,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 )
         for name in self._compression:
             if name not in found:
-                near = difflib.get_close_matches(name, found, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
-                    f"the compression names table {name!r}, which the model hasn't; it has {_some(found)}{hint}"
+                    f"the compression names table {name!r}, which the model hasn't; it has {_some(found)}"
+                    f"{did_you_mean(name, found)}"
                 )
 
 

@@ -6,7 +6,6 @@ of its tensor train if it is one. Devices are not in it: ``cuda`` or ``cpu`` is 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from flowtt_torchrec.distributed.sharding import HOST_TYPES
 from flowtt_torchrec.distributed.tables import name_tables, table_parameters
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
 VERSION = 1
@@ -156,8 +156,7 @@ def _table_sizes(module: nn.Module, path: str, entries: Mapping[str, Any]) -> di
     sizes = {name: (p.shape[0], p.shape[1]) for name, p in table_parameters(owner).items()}
     for name in entries:
         if name not in sizes:
-            near = difflib.get_close_matches(name, sizes, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, sizes)
             raise ValueError(f"the plan has table {name!r}, which {path!r} of the model hasn't{hint}")
     return sizes
 

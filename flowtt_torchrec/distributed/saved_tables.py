@@ -20,6 +20,11 @@ def split_parameter(name: str) -> tuple[str, str, str] | None:
     return None if match is None else (match[1], match[2], match[3])
 
 
+def split_bag(bag: str) -> str:
+    """The table's name in ``"…embedding_bags.<table>."``."""
+    return bag[:-1].rpartition(".")[2]
+
+
 def table_of_state(name: str) -> str | None:
     """The table whose parameter an entry of optimizer state belongs to."""
     match = _STATE.fullmatch(name)

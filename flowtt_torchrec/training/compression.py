@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TableConfig, TTSpec, compress_to_fit, parse_bytes
 from flowtt_torchrec.training.config import CompressionConfig, TableCompression
-from flowtt_torchrec.training.errors import ConfigError, did_you_mean
+from flowtt_torchrec.training.errors import ConfigError
 
 _ELEMENT_SIZE = 4  # float32
 

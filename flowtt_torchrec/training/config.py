@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import MAX_CORES, MIN_CORES, OBJECTIVES, parse_bytes
-from flowtt_torchrec.training.errors import did_you_mean
 from flowtt_torchrec.training.settings import InvalidField
 
 

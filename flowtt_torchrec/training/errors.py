@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class UserError(Exception):
     """Something the user gave is wrong. The message names it, says what is allowed, and needs no traceback."""
@@ -16,9 +13,3 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be used: missing parts, or made by a run that this one does not continue."""
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the known word nearest to ``word``, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

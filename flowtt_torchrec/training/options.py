@@ -13,8 +13,9 @@ from typing import NoReturn
 
 import yaml
 
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.training.config import TrainConfig
-from flowtt_torchrec.training.errors import ConfigError, did_you_mean
+from flowtt_torchrec.training.errors import ConfigError
 from flowtt_torchrec.training.settings import Tree, assign, build, merge, read_assignment, read_yaml
 
 RUN_OPTIONS = ["--config", "--set", "--resume", "--print-config", "--dry-run", "--world-size", "--local-world-size"]

@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
-from flowtt_torchrec.training.errors import ConfigError, did_you_mean
+from flowtt_torchrec.hints import did_you_mean
+from flowtt_torchrec.training.errors import ConfigError
 
 T = TypeVar("T")
 
