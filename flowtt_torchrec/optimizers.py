@@ -36,6 +36,7 @@ from flowtt_torchrec.spec import MAX_CORES
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
 KINDS = (SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)  # an optimizer's place here is its number in the compiled ops
 
+ROUNDING_BLOCK = 1 << 16  # numbers that `apply_gradient` rounds at a time: random bits take much memory
 MOMENTUM1, MOMENTUM2, STEP = "momentum1", "exp_avg_sq", "step"  # as TorchRec names the state of its fused optimizers
 
 
@@ -195,8 +196,10 @@ def apply_gradient(
     sizes = [spec.num_parameters for spec in layout.specs]
     for name, stored, values in zip(layout.names, weights.split(sizes), changed.split(sizes)):
         table_seed = optimizer.rounding_seed(weights.dtype, seed + zlib.crc32(name.encode()), step)
-        elements = torch.arange(stored.numel(), device=stored.device)
-        stored.copy_(round_weights(values, weights.dtype, table_seed, elements))
+        for first in range(0, stored.numel(), ROUNDING_BLOCK):
+            last = min(first + ROUNDING_BLOCK, stored.numel())
+            elements = torch.arange(first, last, device=stored.device)
+            stored[first:last] = round_weights(values[first:last], weights.dtype, table_seed, elements)
 
 
 def _step(

@@ -71,11 +71,10 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, random: Tensor) -> 
         random: as `random_bits` makes them, shaped as ``values``.
     """
     values = values.float()
-    bits = values.view(torch.int32).long() & _MASK_32
     if dtype == torch.bfloat16:
-        rounded = _as_float(bits + (random & 0xFFFF) & ~0xFFFF).to(dtype)
+        rounded = _round_off(values, random, 0xFFFF).to(dtype)
     else:
-        normal = _as_float(bits + (random & 0x1FFF) & ~0x1FFF).to(dtype)
+        normal = _round_off(values, random, 0x1FFF).to(dtype)
         units = values.abs() * 2.0**24  # float16 below 2^-14 is a whole number of these
         below = units.floor()
         up = (random >> 8).float() * 2.0**-24 < units - below
@@ -109,6 +108,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return x >> bits & (1 << 64 - bits) - 1
 
 
-def _as_float(bits: Tensor) -> Tensor:
-    """float32 of these bits, int64 in ``[0, 2^32)``."""
-    return bits.int().view(torch.float32)
+def _round_off(values: Tensor, random: Tensor, low: int) -> Tensor:
+    """float32 without its ``low`` bits, to which random ones were added."""
+    bits = values.view(torch.int32).long() & _MASK_32
+    return (bits + (random & low) & ~low).int().view(torch.float32)

@@ -259,6 +259,11 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Whether a table with a spec may be dense, if the plan says so."""
         return self._plan_chooses
 
+    @property
+    def keep_forward_weights(self) -> bool:
+        """Whether every forward keeps a copy of the cores for its backward."""
+        return self._keep_forward_weights
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's, and row-wise ones for TT tables on the CPU, where TorchRec has none."""
         types = super().sharding_types(compute_device_type)

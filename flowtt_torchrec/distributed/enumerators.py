@@ -49,6 +49,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     * of table-wise, table-row-wise and data-parallel those that take the ranks together the least time, up to the first
       that takes no rank more than the ranks spend on everything on average; table-wise always.
 
+    No tensor train is data-parallel where the sharder has ``keep_forward_weights``, which DDP does not go with.
+
     Args:
         topology: the devices.
         batch_size: samples a rank and step.
@@ -75,14 +77,12 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         pipeline_type: PipelineType = PipelineType.NONE,
     ) -> None:
         self._tt_perf = TTPerfEstimator(topology, compression, constraints, costs)
+        self._tt_storage = TTStorageEstimator(topology, compression, constraints, pipeline_type)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
             constraints=constraints,
-            estimator=[
-                self._tt_perf,
-                TTStorageEstimator(topology, compression, constraints, pipeline_type),
-            ],
+            estimator=[self._tt_perf, self._tt_storage],
             use_exact_enumerate_order=use_exact_enumerate_order,
         )
         self._compression = dict(compression)
@@ -104,6 +104,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 `TTEmbeddingBagCollectionSharder` with the same compression is among the sharders.
         """
         self._check_tables(module, sharders)
+        self._tt_storage.kept_forward_weights = {
+            name
+            for sharder, _, name, _ in _tables(module, sharders)
+            if isinstance(sharder, TT_SHARDERS) and sharder.keep_forward_weights
+        }
         self._no_gain = self._types_without_gain(module, sharders)
         options = super().enumerate(module, sharders)
         offered = {o.name for o in options if is_tt(o, self._compression)}
@@ -149,7 +154,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
 
     def _may_gain(self, name: str, sharding_type: str) -> bool:
         """Whether a plan may gain from a table's TT option; see the class."""
-        if sharding_type == ShardingType.ROW_WISE.value:
+        if sharding_type == ShardingType.ROW_WISE.value or not self._ddp_averages(name, sharding_type):
             return False
         if sharding_type in HOST_TYPES and (
             self._world_size <= self._local_world_size or (sharding_type in ROW_TYPES and self._compute_device == "cpu")
@@ -157,11 +162,14 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             return False
         return (name, sharding_type) not in self._no_gain
 
+    def _ddp_averages(self, name: str, sharding_type: str) -> bool:
+        return sharding_type != DATA_PARALLEL or name not in self._tt_storage.kept_forward_weights
+
     def _is_offered(self, option: ShardingOption) -> bool:
         """Whether an option can be used, and a column-wise one that is not asked for has several shards."""
         if not is_tt(option, self._compression):
             return option.compute_kernel != CUSTOMIZED_KERNEL
-        if not self._can_be_cut(option):
+        if not self._can_be_cut(option) or not self._ddp_averages(option.name, option.sharding_type):
             return False
         asked_for = bool(self._constraints_of(option.name).sharding_types)
         return asked_for or option.sharding_type not in COLUMN_TYPES or len(option.shards) > 1
@@ -224,6 +232,14 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             return (
                 f"table {name!r} is dense and its constraints leave it no sharding type that TorchRec has on "
                 f"{self._compute_device}; allow others"
+            )
+        if name in self._tt_storage.kept_forward_weights and self._constraints_of(name).sharding_types == [
+            DATA_PARALLEL
+        ]:
+            return (
+                f"table {name!r}: its constraints leave it data_parallel only, and the sharder has "
+                "keep_forward_weights=True, with which DDP does not average gradients; allow other sharding types, or "
+                "leave keep_forward_weights out"
             )
         step = self._compression[name].column_step
         return (

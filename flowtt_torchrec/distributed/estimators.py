@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,9 @@ class TTStorageEstimator(ShardEstimator):
         constraints: the planner's constraints.
         pipeline_type: the training pipeline, for the batches that it holds.
         **stock: passed on to ``EmbeddingStorageEstimator`` (``run_embedding_at_peak_memory``).
+
+    Attributes:
+        kept_forward_weights: tables whose sharder has ``keep_forward_weights``; the enumerator tells.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class TTStorageEstimator(ShardEstimator):
         self._compression = compression
         self._constraints = constraints
         self._pipeline_type = pipeline_type
+        self.kept_forward_weights: Collection[str] = ()
         self._stock = EmbeddingStorageEstimator(
             topology=topology, constraints=constraints, pipeline_type=pipeline_type, **stock
         )
@@ -139,6 +143,7 @@ class TTStorageEstimator(ShardEstimator):
             columns=columns,
             device=self._topology.compute_device,
             pipeline_type=self._pipeline_type,
+            keep_forward_weights=option.name in self.kept_forward_weights,
         )
 
 

@@ -33,6 +33,11 @@ class TTFeatureProcessedEmbeddingBagCollectionSharder(FeatureProcessedEmbeddingB
         """As of the sharder inside."""
         return self._tt_sharder.plan_chooses
 
+    @property
+    def keep_forward_weights(self) -> bool:
+        """As of the sharder inside."""
+        return self._tt_sharder.keep_forward_weights
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         kernels = super().compute_kernels(sharding_type, compute_device_type)
         return [*kernels, CUSTOMIZED_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels

@@ -17,6 +17,7 @@ import torchrec.optim
 from torchrec.distributed.types import PipelineType, ShardingType
 
 from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES
+from flowtt_torchrec.optimizers import ROUNDING_BLOCK
 from flowtt_torchrec.spec import TTSpec
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -27,6 +28,8 @@ PLAN_BYTES_PER_LOOKUP = 24
 # positions (int32), and the sort's own copies of keys and positions.
 SORT_BYTES_PER_LOOKUP = {"cpu": 32, "cuda": 40}
 ID_BYTES = 8  # ids, lengths and offsets are int64
+ROUNDING_BYTES = 40  # while `precision.round_weights` rounds a number stochastically: five int64 at a time
+FORWARDS_AHEAD = 2  # that wait for their backward at a time where `keep_forward_weights` is needed
 # How many batches of ids a pipeline holds: those of the ranks' own batches, and those that were exchanged.
 _BATCHES = {
     PipelineType.NONE: (1, 0),
@@ -85,6 +88,7 @@ def table_bytes(
     columns: int | None = None,
     device: str = "cpu",
     pipeline_type: PipelineType = PipelineType.NONE,
+    keep_forward_weights: bool = False,
 ) -> TTTableBytes:
     """Counts what a table takes on one rank.
 
@@ -99,17 +103,23 @@ def table_bytes(
         columns: width of a column-wise shard, all columns if not given.
         device: ``"cpu"`` or ``"cuda"``, whose kernels ask for other workspace.
         pipeline_type: the training pipeline, for the batches it holds.
+        keep_forward_weights: whether the sharder has it, for loops in which two forwards wait for their backward, as
+            in ``TrainPipelineSemiSync``: each has a plan, rows, and a copy of the cores.
     """
     cores = spec.num_bytes(element_size)
     data_parallel = sharding_type == DATA_PARALLEL
     state_size = element_size if data_parallel else max(element_size, 4)
     share = 1.0 if work is None else _share_of_cores(sharding_type, work)
+    step = 0
+    if work is not None:
+        kept = keep_forward_weights and not data_parallel
+        step = _step_bytes(spec, sharding_type, optimizer, element_size, work, columns, device, kept)
     return TTTableBytes(
         cores=math.ceil(share * cores),
         optimizer=math.ceil(share * _optimizer_bytes(spec, optimizer, state_size, data_parallel)),
         gradient=cores if data_parallel else 0,
         input=0 if work is None else _input_bytes(sharding_type, work, pipeline_type),
-        step=0 if work is None else _step_bytes(spec, sharding_type, optimizer, element_size, work, columns, device),
+        step=step,
     )
 
 
@@ -130,15 +140,26 @@ def _share_of_cores(sharding_type: str, work: Work) -> float:
     return min(1.0, work.world_size / work.shards) if sharding_type in COLUMN_TYPES else 1.0
 
 
-def _update_copies(optimizer: type[torch.optim.Optimizer] | None) -> float:
-    """What `optimizers.apply_gradient` holds for each number of the cores, the gradient included, in numbers."""
+def _update_bytes(
+    spec: TTSpec, optimizer: type[torch.optim.Optimizer] | None, element_size: int, share: float, summed: bool
+) -> float:
+    """The most that holds while cores are stepped from a gradient of all of them, that gradient included.
+
+    That is its flat copy while it is summed over the ranks, or what `optimizers.apply_gradient` holds.
+    """
+    whole = share * spec.num_bytes(max(element_size, 4))
     if optimizer is torchrec.optim.RowWiseAdagrad:
-        return 4.0  # roots, and an int64 that spreads those of slices over their numbers
-    if optimizer in (torch.optim.Adam, torchrec.optim.Adam):
-        return 4.25  # three terms, and which numbers were touched
-    if optimizer in (torch.optim.Adagrad, torchrec.optim.Adagrad):
-        return 2.25  # roots, and which are 0
-    return 2.0  # a flat copy, while it is summed over the ranks
+        copies = 3.0  # roots, and an int64 that spreads those of slices over their numbers
+    elif optimizer in (torch.optim.Adam, torchrec.optim.Adam):
+        copies = 3.25  # three terms, and which numbers were touched
+    elif optimizer in (torch.optim.Adagrad, torchrec.optim.Adagrad):
+        copies = 1.25  # roots, and which are 0
+    else:
+        copies = 0.0
+    held, rounding = whole, 0.0
+    if element_size < 4:  # a wide copy is stepped, then rounded block by block
+        held, rounding = 2 * whole, share * ROUNDING_BYTES * min(spec.num_parameters, ROUNDING_BLOCK)
+    return max(held + copies * whole, held + rounding, 2 * whole if summed else 0)
 
 
 def _input_bytes(sharding_type: str, work: Work, pipeline_type: PipelineType) -> int:
@@ -158,8 +179,9 @@ def _step_bytes(
     work: Work,
     columns: int | None,
     device: str,
+    keep: bool,
 ) -> int:
-    """The worst of the moments of a step."""
+    """The worst of the moments of a step; with ``keep`` another forward has been made before its backward."""
     number = max(element_size, 4)  # of rows, and of gradients of cores
     column_wise, shared = sharding_type in COLUMN_TYPES, sharding_type in (*ROW_TYPES, *COLUMN_TYPES)
     width = columns or spec.embedding_dim
@@ -167,29 +189,35 @@ def _step_bytes(
     pooled = number * work.bags * width  # rows as they are computed here, or the gradient of those
     received = pooled / work.shards if sharding_type in ROW_TYPES else pooled  # rows as the model gets them
     data_parallel = sharding_type == DATA_PARALLEL
-    copied = part.num_bytes(element_size) if column_wise else 0  # the cores of some columns
+    copied = part.num_bytes(element_size) if column_wise or keep else 0  # the cores, or those of some columns
 
     # from forward to backward
     kept = PLAN_BYTES_PER_LOOKUP * work.lookups + copied + (0 if data_parallel else ID_BYTES * (work.bags + 1))
     rows, sums = 0.0, 0.0
     if device != "cpu":  # the rows of all lookups or their gradients, and sums of the cores' gradients in fixed point
         rows, sums = number * work.lookups * width, 12 * part.num_parameters
-    elif not shared and not data_parallel:  # sums for the first and the last core; the others are updated in place
+    elif not shared and not data_parallel and not keep:  # for the first and last core; others are updated in place
         sums = number * (part.core_sizes[0] + part.core_sizes[-1])
-    if shared or data_parallel:
+    if shared or data_parallel or keep:
         sums += number * part.num_parameters  # the gradient that backward returns
+    if data_parallel and number > element_size:
+        sums += part.num_bytes(element_size)  # and as autograd wants it
     sorting = SORT_BYTES_PER_LOOKUP["cpu" if device == "cpu" else "cuda"] * work.lookups
     # The gradient of the rows that is computed with: without an exchange that which the model gives.
     own_gradient = 0 if data_parallel or work.world_size == 1 else pooled
-    whole = number * spec.num_parameters * _share_of_cores(sharding_type, work) if shared else 0
+    share = _share_of_cores(sharding_type, work)
+    whole = number * spec.num_parameters * share if shared else 0
+    # When cores are stepped backward is over for tables that ranks share, and else it is not.
+    in_backward = 0 if shared else kept + own_gradient
+    update = _update_bytes(spec, optimizer, element_size, share, shared) if shared or keep else 0
     moments = {
-        "the plan is made": kept + sorting,
+        "the plan is made": kept - copied + sorting,
         "rows are computed": kept + pooled + rows,
         # what the model got and gives back, a copy of that cut for each rank, and what comes of it
         "gradients of rows travel": kept + 2 * received + 2 * own_gradient,
         # for tables that ranks share beside what is pending
         "cores get gradients": kept + 2 * received + own_gradient + rows + sums + whole,
-        # the sum over the ranks, then the optimizer's step
-        "cores are updated": 2 * received + _update_copies(optimizer) * whole if shared else 0,
+        "cores are updated": in_backward + 2 * received + update if update else 0,
     }
-    return math.ceil(max(moments.values()))
+    ahead = (FORWARDS_AHEAD - 1) * (kept + received) if keep else 0
+    return math.ceil(ahead + max(moments.values()))

@@ -86,10 +86,13 @@ def test_training_stays_near_float32(
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "kept", "step"), [("table_wise", 0, 0), ("row_wise", 0, 9), ("data_parallel", 2, 4)]
+    ("sharding_type", "kept", "step"), [("table_wise", 0, 0), ("row_wise", 0, 48), ("data_parallel", 2, 6)]
 )
 def test_bytes_of_a_reduced_table(sharding_type: str, kept: int, step: int) -> None:
-    """Cores in two bytes, fused state and sums of gradients in four; DDP and a dense optimizer have the cores' type."""
+    """Cores in two bytes, fused state and sums of gradients in four; DDP and a dense optimizer have the cores' type.
+
+    A summed gradient is stepped in a copy of the cores of four bytes, and 40 bytes make random bits of a number.
+    """
     spec = TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5))
     nothing = Work(0, 0, shards=1, world_size=1)
     counted = table_bytes(spec, sharding_type, torchrec.optim.Adagrad, 2, work=nothing)

@@ -15,6 +15,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
+    Shard,
     ShardingOption,
     Topology,
 )
@@ -313,6 +314,36 @@ def test_planner_and_sharder_must_agree() -> None:
 def test_a_stock_enumerator_is_refused() -> None:
     with pytest.raises(ValueError, match="EmbeddingEnumerator enumerates no TT tables"):
         make_planner(enumerator=EmbeddingEnumerator(topology(), 2048))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kept_forward_weights_take_memory_and_are_never_data_parallel(device: str) -> None:
+    def options(keep: bool, kind: str) -> list[ShardingOption]:
+        every = {"big": ParameterConstraints(sharding_types=[kind, "data_parallel"])}
+        sharder = TTEmbeddingBagCollectionSharder(COMPRESSION, keep_forward_weights=keep)
+        enumerator = TTEmbeddingEnumerator(topology(device=device), 2048, COMPRESSION, every)
+        return enumerator.enumerate(collection(), [sharder])
+
+    for kind in ("table_wise", "row_wise", "column_wise"):
+        plain, kept = ({(o.name, o.sharding_type): o for o in options(keep, kind)} for keep in (False, True))
+        assert {key for key in plain if key[0] in COMPRESSION and "data_parallel" in key} >= {("big", "data_parallel")}
+        assert {name for name, sharding_type in kept if sharding_type == "data_parallel"} == {"small", "tiny"}
+        more = [
+            bytes_of(kept["big", kind].shards[0]) - bytes_of(plain["big", kind].shards[0]),
+            bytes_of(kept["small", "table_wise"].shards[0]) - bytes_of(plain["small", "table_wise"].shards[0]),
+        ]
+        assert more[0] > 2048 * 128 * 4
+        assert more[1] == 0
+
+    constraints = {"big": ParameterConstraints(sharding_types=["data_parallel"])}
+    sharder = TTEmbeddingBagCollectionSharder(COMPRESSION, keep_forward_weights=True)
+    with pytest.raises(ValueError, match=r"table 'big': .* data_parallel only, and the sharder has keep_forward_weigh"):
+        make_planner(constraints=constraints).plan(collection(), [sharder])
+
+
+def bytes_of(shard_: Shard) -> int:
+    assert shard_.storage is not None
+    return shard_.storage.hbm + shard_.storage.ddr
 
 
 def test_an_enumerator_of_ones_own() -> None:
