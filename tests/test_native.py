@@ -127,6 +127,33 @@ def test_any_number_of_threads(large_batch, flow, threads):
         assert_near(value, right, 2e-5)
 
 
+@pytest.mark.parametrize("flow", ["prefix", "unique", "direct"])
+@pytest.mark.parametrize("most", [1, 3])
+def test_plans_that_threads_share(flow, most):
+    """Flows and rows that lie across the borders of tasks, bags of one lookup each, and others."""
+    layout = layout_of("three_cores", "rank_32", "odd")
+    generator, batch_size = torch.Generator().manual_seed(0), 50_000
+    lengths = torch.randint(1, most + 1, (layout.num_features, batch_size), generator=generator)
+    lengths[0, :5] = 0
+    rows = torch.tensor([spec.num_embeddings for spec in layout.specs]).repeat_interleave(lengths.sum(1))
+    indices = (torch.rand(rows.numel(), generator=generator) ** 2 * rows).long()
+    indices[20_000:90_000] = 3
+    offsets, before = offsets_of(lengths.flatten()), torch.get_num_threads()
+    with ops.use_backend("reference"):
+        expected = ops.flow_plan(layout, indices, offsets, flow=flow)
+    num_rows, num_flows = expected.counts.tolist()[:2]
+    ends = (None, None, num_rows, num_rows + 1, num_flows + 1, None)
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            with ops.use_backend("native"):
+                plan = ops.flow_plan(layout, indices, offsets, flow=flow)
+            for name, value, right, end in zip(plan._fields, plan, expected, ends, strict=True):
+                assert torch.equal(value[:end], right[:end].to(value.dtype)), (threads, name)
+    finally:
+        torch.set_num_threads(before)
+
+
 def opcheck_arguments():
     """Arguments of every op, none of whose outputs has unspecified entries (all rows and prefixes differ)."""
     layout = layout_of("two_cores", "three_cores")

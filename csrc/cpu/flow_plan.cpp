@@ -9,7 +9,8 @@
 namespace flowtt::cpu {
 namespace {
 
-constexpr int64_t kLookupsPerTask = 8192;  // fewer are not worth waking a thread
+// Fewer are not worth waking a thread, five times a plan: each time takes as long as 5,000 lookups or more.
+constexpr int64_t kLookupsPerTask = 32768;
 constexpr int64_t kChunk = 512;            // keys made at a time, in the first-level cache
 
 int bits_of_keys(const std::vector<Table>& tables) {
@@ -27,6 +28,26 @@ struct Invalid {
   int64_t count = 0;
   int64_t first = -1;
 };
+
+// Fills in the bags of lookups [at, end), the first of which is in `bag` or a later one. Returns the bag of lookup `end`
+// if that is known to be another than that of the last one, else that of the last one.
+template <class Offset>
+int64_t fill_bags(const Offset* offsets, int64_t num_bags, int64_t bag, int64_t at, int64_t end, int32_t* bags) {
+  if (bag + end - at <= num_bags && offsets[bag] == at) {
+    Offset different = 0;  // from bags of one lookup each, which most batches have
+    for (int64_t i = at; i < end; ++i) different |= offsets[bag + 1 + i - at] ^ static_cast<Offset>(i + 1);
+    if (different == 0) {
+      for (int64_t i = at; i < end; ++i) bags[i] = static_cast<int32_t>(bag + i - at);
+      return bag + end - at;
+    }
+  }
+  while (at < end) {
+    const int64_t bag_end = std::min<int64_t>(end, offsets[bag + 1]);
+    for (; at < bag_end; ++at) bags[at] = static_cast<int32_t>(bag);
+    if (at < end) ++bag;
+  }
+  return bag;
+}
 
 // Makes the keys of lookups [begin, end) and calls keep(position, keys, n) for each piece of them, and fills in the
 // bags.
@@ -60,28 +81,42 @@ Invalid make_keys(const std::vector<Table>& tables, const Batch& batch, const In
       }
       invalid.count += bad;
       keep(at, keys, n);
-      for (const int64_t stop = at + n; at < stop;) {
-        const int64_t bag_end = std::min(stop, batch.offsets[bag + 1]);
-        for (; at < bag_end; ++at) bags[at] = static_cast<int32_t>(bag);
-        if (at < stop) ++bag;
-      }
+      const int64_t bags_end = batch.num_bags();
+      bag = batch.offsets.wide() ? fill_bags(batch.offsets.int64s(), bags_end, bag, at, at + n, bags)
+                                 : fill_bags(batch.offsets.int32s(), bags_end, bag, at, at + n, bags);
+      at += n;
     }
   }
   return invalid;
 }
 
-struct Starts {
-  bool row;
-  bool flow;
-};
+// Walks over sorted lookups and tells where rows and flows start.
+template <class Item>
+class Starts {
+ public:
+  Starts(const std::vector<Table>& tables, Flow flow, const Item* sorted)
+      : tables_(tables), table_shift_(tables[0].table_shift), one_row_flows_(flow == Flow::kUnique), sorted_(sorted) {}
 
-// Whether a lookup with key `key` after one with key `before` starts a row, and a flow.
-inline Starts starts_at(const std::vector<Table>& tables, bool one_row_flows, uint64_t before, uint64_t key) {
-  const bool row = key != before;
-  if (one_row_flows || !row) return {row, row};
-  const Table& table = tables[static_cast<size_t>(key >> tables[0].table_shift)];
-  return {row, table.flow_key(static_cast<int64_t>(key ^ before)) != 0};
-}
+  bool row(int64_t i) const { return i == 0 || sorted_[i].key() != sorted_[i - 1].key(); }
+  bool flow(int64_t i) const {
+    if (i == 0 || one_row_flows_) return row(i);
+    const uint64_t key = sorted_[i].key();
+    const Table& table = tables_[static_cast<size_t>(key >> table_shift_)];
+    return table.flow_key(static_cast<int64_t>(key ^ sorted_[i - 1].key())) != 0;
+  }
+
+  // The first flow's start from lookup `i` on, or `end`.
+  int64_t next_flow(int64_t i, int64_t end) const {
+    while (i < end && !flow(i)) ++i;
+    return i;
+  }
+
+ private:
+  const std::vector<Table>& tables_;
+  const int table_shift_;
+  const bool one_row_flows_;
+  const Item* sorted_;
+};
 
 template <class Item>
 PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& tables, const Batch& batch,
@@ -112,42 +147,38 @@ PlanResult sorted_plan(const Executor& executor, const std::vector<Table>& table
   const Item* sorted = radix_sort.sort(executor, items.data(), spare.data());
   executor.lap(Stage::kSort);
 
-  // Distinct rows and flows: tasks count those that start in their ranges, then write them after their predecessors'.
-  // The last task's count comes with the writing.
+  // Distinct rows and flows: tasks of whole flows count theirs, then write them after their predecessors'. The last
+  // task's count comes with the writing.
+  const Starts<Item> starts(tables, flow, sorted);
   std::vector<PlanCounts> counts(static_cast<size_t>(num_tasks + 1), PlanCounts{0, 0, 0});
-  const bool one_row_flows = flow == Flow::kUnique;
-  const auto for_each_start = [&](int64_t task, const auto& visit) {
-    int64_t i = even_cut(n, task, num_tasks);
-    const int64_t end = even_cut(n, task + 1, num_tasks);
-    if (i == end) return;
-    uint64_t before = i == 0 ? ~sorted[0].key() : sorted[i - 1].key();  // the first lookup always starts a row
-    for (; i < end; ++i) {
-      const uint64_t key = sorted[i].key();
-      visit(i, key, i == 0 ? Starts{true, true} : starts_at(tables, one_row_flows, before, key));
-      before = key;
-    }
-  };
+  const auto cut = [&](int64_t task) { return starts.next_flow(even_cut(n, task, num_tasks), n); };
   executor.run(num_tasks - 1, [&](int64_t task) {
     PlanCounts& count = counts[task + 1];
-    for_each_start(task, [&](int64_t, uint64_t, Starts starts) {
-      count.num_rows += starts.row;
-      count.num_flows += starts.flow;
-    });
+    for (int64_t i = cut(task), end = cut(task + 1); i < end; ++i) {
+      count.num_rows += starts.row(i);
+      count.num_flows += starts.flow(i);
+    }
   });
   for (int64_t task = 1; task < num_tasks; ++task) {
     counts[task].num_rows += counts[task - 1].num_rows;
     counts[task].num_flows += counts[task - 1].num_flows;
   }
   executor.run(num_tasks, [&](int64_t task) {
-    int64_t row = counts[task].num_rows, flow_number = counts[task].num_flows;
-    for_each_start(task, [&](int64_t i, uint64_t key, Starts starts) {
+    // Written at every lookup, to the last row and flow so far, since branches on what starts where cannot be foreseen.
+    int64_t row = counts[task].num_rows - 1, flow_number = counts[task].num_flows - 1;
+    int64_t row_start = 0, flow_start = 0;
+    for (int64_t i = cut(task), end = cut(task + 1); i < end; ++i) {
+      const bool row_starts = starts.row(i), flow_starts = starts.flow(i);
+      row += row_starts;
+      flow_number += flow_starts;
+      row_start = row_starts ? i : row_start;
+      flow_start = flow_starts ? row : flow_start;
       out.lookups[i] = static_cast<int32_t>(sorted[i].position());
-      if (!starts.row) return;
-      if (starts.flow) out.flow_starts[flow_number++] = static_cast<int32_t>(row);
-      out.row_keys[row] = static_cast<int64_t>(key);
-      out.row_starts[row++] = static_cast<int32_t>(i);
-    });
-    if (task == num_tasks - 1) counts[num_tasks] = {row, flow_number, 0};
+      out.row_keys[row] = static_cast<int64_t>(sorted[i].key());
+      out.row_starts[row] = static_cast<int32_t>(row_start);
+      out.flow_starts[flow_number] = static_cast<int32_t>(flow_start);
+    }
+    if (task == num_tasks - 1) counts[num_tasks] = {row + 1, flow_number + 1, 0};
   });
   result.counts.num_rows = counts[num_tasks].num_rows;
   result.counts.num_flows = counts[num_tasks].num_flows;
