@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
-# Constants in ns on one thread, fitted to steps with row-wise Adagrad of 108 random shapes of 100,000 to 4 billion rows
-# under three distributions (docs/performance.md). Half of the predictions are within 0.86 and 1.08 of the time, 90 %
-# within 0.68 and 1.26. What does not depend on the shape, such as the sort, is left out.
-_ROW, _ROW_FLOP, _FAR_LAST_BYTE = 25.0, 0.043, 0.35  # a distinct row; its product; its slice of a core out of cache
-_PREFIX, _PREFIX_FLOP = 235.0, 0.033
-_OUTER_BYTE, _FAR_OUTER_BYTE = 0.05, 0.21  # of slices before the middle one, for each prefix
-_MIDDLE_BYTE = 0.26  # of middle slices in use, each read and updated once
-_CORE_BYTE = 0.185
-_CACHE = 1 << 20  # what a thread finds near of a core and its gradient
+# Constants in ns on one thread, fitted to steps with row-wise Adagrad of 458 random shapes of 100,000 to 4 billion rows
+# under three distributions (docs/performance.md). Half of the predictions are within 0.89 and 1.06 of the time, 90 %
+# within 0.74 and 1.23.
+_STEP, _LOOKUP, _LOOKUP_ELEMENT = 240_000.0, 30.0, 0.83  # the same for all shapes
+_ROW, _ROW_FLOP = 31.0, 0.015  # a distinct row; its product
+_NEAR_LAST_BYTE, _FAR_LAST_BYTE = 0.032, 0.23  # its slice of a last core out of the nearer cache; of both
+_PREFIX, _PREFIX_FLOP = 114.0, 0.028
+_OUTER_BYTE, _FAR_OUTER_BYTE = 0.05, 0.1  # of slices before the middle one, for each prefix
+_MIDDLE_BYTE = 0.2  # of middle slices in use, each read and updated once
+_CORE_BYTE = 0.06
+_NEAR_CACHE, _CACHE = 1 << 16, 1 << 20  # what a thread finds near of a core and its gradient
+_LEAST_COLUMNS = 4  # a product with fewer takes as long
 _ZIPF = 1.2  # the skew assumed, where ids are skewed
 
 # Ids that are all different; skewed ids anywhere in the table, as after hashing; skewed ids with hot rows in front.
@@ -32,7 +35,7 @@ CASES = ("uniform", "scattered", "sorted")
 def step_costs(
     p: Sequence[Any], q: Sequence[int], ranks: Sequence[Any], num_embeddings: int, lookups: int
 ) -> np.ndarray:
-    """Nanoseconds of a step on one thread, without what no shape changes.
+    """Nanoseconds of a step on one thread.
 
     Args:
         p: factors of the rows, numbers or arrays of shape ``[n]``.
@@ -48,20 +51,22 @@ def step_costs(
     r: tuple[Any, ...] = (1.0, *(np.asarray(x, dtype=np.float64) for x in ranks), 1.0)
     slices = [4 * r[k] * q[k] * r[k + 1] for k in range(len(q))]
     sizes = [factor * size for factor, size in zip(p, slices)]
-    far = [np.maximum(0, 1 - _CACHE / size) for size in sizes]
+    near, far = ([np.maximum(0, 1 - cache / size) for size in sizes] for cache in (_NEAR_CACHE, _CACHE))
     outer = range(len(q) - 2)
 
     columns, prefix_flops = q[0], np.zeros_like(p[-1])
     for k in range(1, len(q) - 1):
         prefix_flops = prefix_flops + 2 * columns * r[k] * q[k] * r[k + 1]
         columns *= q[k]
-    a_row = _ROW + _ROW_FLOP * 2 * columns * q[-1] * r[-2] + _FAR_LAST_BYTE * slices[-1] * far[-1]
+    a_row = _ROW + _ROW_FLOP * 2 * columns * max(q[-1], _LEAST_COLUMNS) * r[-2]
+    a_row = a_row + slices[-1] * (_NEAR_LAST_BYTE * (near[-1] - far[-1]) + _FAR_LAST_BYTE * far[-1])
     a_prefix = _PREFIX + _PREFIX_FLOP * prefix_flops
     for k in outer:
         a_prefix = a_prefix + slices[k] * (_OUTER_BYTE + _FAR_OUTER_BYTE * far[k])
     rows, prefixes = _counts(p[-1], num_embeddings, lookups)
     middle = p[-2] * -np.expm1(-prefixes / p[-2])
-    return rows * a_row + prefixes * a_prefix + _MIDDLE_BYTE * middle * slices[-2] + _CORE_BYTE * sum(sizes)
+    every = _STEP + lookups * (_LOOKUP + _LOOKUP_ELEMENT * columns * q[-1])
+    return every + rows * a_row + prefixes * a_prefix + _MIDDLE_BYTE * middle * slices[-2] + _CORE_BYTE * sum(sizes)
 
 
 def _counts(last: np.ndarray, num_embeddings: int, lookups: int) -> tuple[np.ndarray, np.ndarray]:

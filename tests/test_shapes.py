@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,22 +49,32 @@ def test_each_objective_is_better_at_what_it_is_for(rows: int) -> None:
     flow = TTSpec.suggest(rows, 64, 32, objective="flow")
     assert memory.num_parameters < balanced.num_parameters / 2
     costs, flow_costs = (step_costs(s.p, s.q, s.ranks, rows, 32_768) for s in (balanced, flow))
-    assert (flow_costs < costs / 1.5).all()
+    assert (flow_costs < costs / 1.1).all()
+    assert flow_costs.mean() < costs.mean() / 1.5
 
 
 def test_the_step_model_counts_prefixes_by_occupancy() -> None:
-    p, q, ranks = (10, 10, 10), (2, 2, 2), (4, 4)
-    a_row = 25.0 + 0.043 * 2 * 8 * 4
-    a_prefix = 235.0 + 0.033 * 2 * 2 * 4 * 2 * 4 + 0.05 * 4 * 2 * 4
-    cores = 0.26 * 10 * 4 * 4 * 2 * 4 + 0.185 * 4 * (10 * 2 * 4 + 10 * 4 * 2 * 4 + 10 * 4 * 2)
+    p, q, ranks = (10, 10, 10), (2, 2, 4), (4, 4)
+    a_row = 31.0 + 0.015 * 2 * 16 * 4
+    a_prefix = 114.0 + 0.028 * 2 * 2 * 4 * 2 * 4 + 0.05 * 4 * 2 * 4
+    cores, middle = 0.06 * 4 * (10 * 2 * 4 + 10 * 4 * 2 * 4 + 10 * 4 * 4), 0.2 * 10 * 4 * 4 * 2 * 4
+
+    def of_the_shape(lookups: int) -> np.ndarray:
+        return step_costs(p, q, ranks, 1000, lookups) - 240_000 - lookups * (30 + 0.83 * 16)
+
     # So many lookups that all rows and prefixes occur, however they are distributed.
-    every = step_costs(p, q, ranks, 1000, 10**9)
-    assert every == pytest.approx([1000 * a_row + 100 * a_prefix + cores] * len(CASES), rel=0.02)
+    expected = 1000 * a_row + 100 * a_prefix + middle + cores
+    assert of_the_shape(10**9) == pytest.approx([expected] * len(CASES), rel=0.02)
     rows = 1000 * (1 - math.exp(-0.05))
     prefixes = 100 * (1 - math.exp(-rows / 100))
-    middle = (1 - math.exp(-prefixes / 10)) * 0.26 * 10 * 4 * 4 * 2 * 4
-    expected = rows * a_row + prefixes * a_prefix + middle + cores - 0.26 * 10 * 4 * 4 * 2 * 4
-    assert step_costs(p, q, ranks, 1000, 50)[0] == pytest.approx(expected)
+    expected = rows * a_row + prefixes * a_prefix + (1 - math.exp(-prefixes / 10)) * middle + cores
+    assert of_the_shape(50)[0] == pytest.approx(expected)
+
+
+def test_the_step_model_knows_that_few_last_columns_do_not_pay() -> None:
+    # The same products of a row, but for how the kernels can take them.
+    two, four = (step_costs((100, 100, 100), q, (16, 16), 10**6, 32_768)[0] for q in ((2, 4, 2), (2, 2, 4)))
+    assert two > four
 
 
 def test_the_step_model_knows_skew_and_the_cache() -> None:
@@ -71,7 +82,7 @@ def test_the_step_model_knows_skew_and_the_cache() -> None:
     assert uniform > 1.5 * scattered > 1.5 * 1.2 * in_order
     # The same prefixes, but a last core that no cache holds.
     near, far = (step_costs((100, 100, last), (4, 4, 4), (32, 32), 10**4 * last, 32_768)[0] for last in (1000, 64_000))
-    assert far > 1.5 * near
+    assert far > 1.2 * near
 
 
 def test_a_budget_may_be_given_and_may_be_too_small() -> None:

@@ -11,7 +11,7 @@ namespace {
 
 // Fewer are not worth waking a thread, five times a plan: each time takes as long as 5,000 lookups or more.
 constexpr int64_t kLookupsPerTask = 32768;
-constexpr int64_t kChunk = 512;            // keys made at a time, in the first-level cache
+constexpr int64_t kChunk = 512;  // keys made at a time, in the first-level cache
 
 int bits_of_keys(const std::vector<Table>& tables) {
   return tables[0].table_shift + bits_for(static_cast<int64_t>(tables.size()));
@@ -29,8 +29,8 @@ struct Invalid {
   int64_t first = -1;
 };
 
-// Fills in the bags of lookups [at, end), the first of which is in `bag` or a later one. Returns the bag of lookup `end`
-// if that is known to be another than that of the last one, else that of the last one.
+// Fills in the bags of lookups [at, end), the first of which is in `bag` or a later one. Returns the bag of lookup
+// `end` if that is known to be another than that of the last one, else that of the last one.
 template <class Offset>
 int64_t fill_bags(const Offset* offsets, int64_t num_bags, int64_t bag, int64_t at, int64_t end, int32_t* bags) {
   if (bag + end - at <= num_bags && offsets[bag] == at) {
