@@ -240,7 +240,12 @@ class TableConfig(Protocol):
 
 
 def compress_to_fit(
-    tables: Iterable[TableConfig], budget: int | str, *, element_size: int = 4, **suggest: Any
+    tables: Iterable[TableConfig],
+    budget: int | str,
+    *,
+    element_size: int = 4,
+    core_element_size: int | None = None,
+    **suggest: Any,
 ) -> dict[str, TTSpec]:
     """Compresses the largest tables, one after the other, until all weights fit ``budget``.
 
@@ -248,6 +253,7 @@ def compress_to_fit(
         tables: TorchRec ``EmbeddingBagConfig`` objects, or anything with their name and size.
         budget: bytes for the weights of all tables together, as a number or like ``"8GB"``.
         element_size: bytes a number.
+        core_element_size: bytes a number of the cores, ``element_size`` if not given.
         **suggest: passed on to `TTSpec.suggest`.
 
     Returns:
@@ -264,7 +270,8 @@ def compress_to_fit(
         if total <= limit:
             return specs
         spec = TTSpec.suggest(table.num_embeddings, table.embedding_dim, **suggest)
-        saved = (table.num_embeddings * table.embedding_dim - spec.num_parameters) * element_size
+        cores = spec.num_bytes(core_element_size or element_size)
+        saved = table.num_embeddings * table.embedding_dim * element_size - cores
         if saved > 0:
             specs[table.name] = spec
             total -= saved

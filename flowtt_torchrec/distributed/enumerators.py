@@ -168,7 +168,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     def _is_offered(self, option: ShardingOption) -> bool:
         """Whether an option can be used, and a column-wise one that is not asked for has several shards."""
         if not is_tt(option, self._compression):
-            return option.compute_kernel != CUSTOMIZED_KERNEL
+            dense = self._dense_too or option.name not in self._compression  # else of grid sharding, say
+            return dense and option.compute_kernel != CUSTOMIZED_KERNEL
         if not self._can_be_cut(option) or not self._ddp_averages(option.name, option.sharding_type):
             return False
         asked_for = bool(self._constraints_of(option.name).sharding_types)

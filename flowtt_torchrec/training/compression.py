@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TableConfig, TTSpec, compress_to_fit, parse_bytes
 from flowtt_torchrec.training.config import CompressionConfig, TableCompression
 from flowtt_torchrec.training.errors import ConfigError
 
-_ELEMENT_SIZE = 4  # float32
 
-
-def choose_specs(config: CompressionConfig, tables: Sequence[TableConfig]) -> dict[str, TTSpec]:
+def choose_specs(
+    config: CompressionConfig, tables: Sequence[TableConfig], dense_type: str = "FP32"
+) -> dict[str, TTSpec]:
     """Specs of the tables to compress, in the order of ``tables``; the others stay dense.
 
     With ``auto`` these are the tables that the planner may compress: all that it makes smaller.
+
+    Args:
+        config: the ``compression`` section.
+        tables: names and sizes.
+        dense_type: ``model.data_type``.
 
     Raises:
         ConfigError: a table is unknown, a shape is not allowed (with the table's name), or the budget is too small.
@@ -31,13 +38,39 @@ def choose_specs(config: CompressionConfig, tables: Sequence[TableConfig]) -> di
     specs = {table.name: _spec(config, table, choices[table.name]) for table in tables if table.name in choices}
     free = [table for table in tables if table.name not in choices]
     if config.budget is not None:
-        specs |= _fit(config, specs, tables, free)
+        specs |= _fit(config, specs, tables, free, dense_type)
     else:
         specs |= {t.name: _spec(config, t, "tt") for t in free if t.num_embeddings >= config.min_rows}
     chosen = {name: spec for name in names if (spec := specs.get(name)) is not None}
     if config.tables == "auto":
         return {name: spec for name, spec in chosen.items() if spec.compression_ratio > 1}
     return chosen
+
+
+def data_types(
+    config: CompressionConfig, tables: Sequence[TableConfig], trains: Collection[str], dense_type: str
+) -> dict[str, DataType]:
+    """Type of each table's numbers.
+
+    Args:
+        config: the ``compression`` section.
+        tables: by name.
+        trains: names of those that are tensor trains.
+        dense_type: ``model.data_type``.
+    """
+    return {t.name: DataType(_type_of(config, t.name, dense_type) if t.name in trains else dense_type) for t in tables}
+
+
+def element_size(data_type: DataType | str) -> int:
+    """Bytes a number."""
+    return data_type_to_dtype(DataType(data_type)).itemsize
+
+
+def _type_of(config: CompressionConfig, name: str, dense_type: str) -> str:
+    """Type of a tensor train's cores."""
+    choice = config.tables.get(name) if isinstance(config.tables, dict) else None
+    own = choice.data_type if isinstance(choice, TableCompression) else None
+    return own or config.data_type or dense_type
 
 
 def _spec(config: CompressionConfig, table: TableConfig, choice: str | TableCompression) -> TTSpec | None:
@@ -66,6 +99,7 @@ def _fit(
     decided: dict[str, TTSpec | None],
     tables: Sequence[TableConfig],
     free: Sequence[TableConfig],
+    dense_type: str,
 ) -> dict[str, TTSpec]:
     """Specs for the largest of the ``free`` tables, so that all tables together fit the budget."""
     assert config.budget is not None
@@ -73,8 +107,10 @@ def _fit(
     for table in tables:
         if table.name in decided:
             spec = decided[table.name]
-            numbers = table.num_embeddings * table.embedding_dim if spec is None else spec.num_parameters
-            used += numbers * _ELEMENT_SIZE
+            if spec is None:
+                used += table.num_embeddings * table.embedding_dim * element_size(dense_type)
+            else:
+                used += spec.num_bytes(element_size(_type_of(config, table.name, dense_type)))
     left = parse_bytes(config.budget) - used
     if left < 0:
         raise ConfigError(f"compression.budget is {config.budget}, but the tables given by name need {used:,} bytes")
@@ -82,7 +118,8 @@ def _fit(
         return compress_to_fit(
             free,
             left,
-            element_size=_ELEMENT_SIZE,
+            element_size=element_size(dense_type),
+            core_element_size=element_size(config.data_type or dense_type),
             rank=config.rank,
             num_cores=config.num_cores,
             objective=config.objective,

@@ -13,6 +13,10 @@ from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import MAX_CORES, MIN_CORES, OBJECTIVES, parse_bytes
 from flowtt_torchrec.training.settings import InvalidField
 
+DataTypeName = Literal["FP32", "FP16", "BF16"]
+"""TorchRec's ``DataType`` of a table. Tables of 16 bits are not placed data-parallel, where they would be stepped with
+state of 16 bits too, and rounded to nearest."""
+
 
 @dataclass
 class GenerateConfig:
@@ -71,6 +75,8 @@ class ModelConfig:
     """TorchRec's DLRM."""
 
     embedding_dim: int = 64
+    data_type: DataTypeName = "FP32"
+    """Of all tables but those that ``compression`` gives another. FBGEMM has no dense tables in BF16 on a CPU."""
     dense_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 256, 64])
     over_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 512, 256, 1])
     interaction_type: Literal["original", "dcn", "projection"] = "original"
@@ -105,6 +111,7 @@ class TableCompression:
     rank: int | None = None
     num_cores: int | None = None
     objective: str | None = None
+    data_type: DataTypeName | None = None
 
     def __post_init__(self) -> None:
         _check_shape_choice(self)
@@ -129,6 +136,8 @@ class CompressionConfig:
     rank: int = 32
     num_cores: int | None = None
     objective: str = "balanced"
+    data_type: DataTypeName | None = None
+    """Of the cores; by default ``model.data_type``."""
     tables: Literal["all", "dense", "auto"] | dict[str, Literal["tt", "dense"] | TableCompression] = field(
         default_factory=dict
     )
@@ -144,6 +153,12 @@ class CompressionConfig:
                 "budget",
                 "has no meaning with tables=auto, which fits the tables into the memory of the devices; leave it out, "
                 "or set planner.hbm or planner.ddr",
+            )
+        if self.tables == "auto" and self.data_type is not None:
+            raise InvalidField(
+                "data_type",
+                "cannot be chosen with tables=auto, where it is not known which tables are tensor trains; set "
+                "model.data_type for all tables",
             )
 
 

@@ -73,7 +73,7 @@ def _criteo(config: DataConfig, sharding: Sharding) -> ClickDataset:
 
 
 def table_configs(dataset: ClickDataset, embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """TorchRec's description of the data set's tables, one a feature."""
+    """TorchRec's description of the data set's tables, one a feature, in float32."""
     return [
         EmbeddingBagConfig(name=table, num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[feature])
         for feature, table, rows in zip(dataset.feature_names, dataset.table_names, dataset.num_embeddings, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.datasets import ClickDataset
@@ -36,11 +37,12 @@ from flowtt_torchrec.distributed import (
     load_plan,
     save_plan,
 )
+from flowtt_torchrec.distributed.tables import name_tables
 from flowtt_torchrec.spec import TTSpec, parse_bytes
-from flowtt_torchrec.training.compression import choose_specs
-from flowtt_torchrec.training.config import TrainConfig
+from flowtt_torchrec.training.compression import choose_specs, data_types, element_size
+from flowtt_torchrec.training.config import ModelConfig, TrainConfig
 from flowtt_torchrec.training.data import table_configs
-from flowtt_torchrec.training.errors import UserError
+from flowtt_torchrec.training.errors import ConfigError, UserError
 from flowtt_torchrec.training.model import build_dlrm, optimize_tables_in_backward
 
 
@@ -125,12 +127,13 @@ class Planning:
         saved_types: Mapping[str, str] | None = None,
         saved_trains: Collection[str] | None = None,
     ) -> None:
-        self.tables = table_configs(dataset, config.model.embedding_dim)
+        tables = table_configs(dataset, config.model.embedding_dim)
         self._settings, self._machine = config.planner, machine
-        self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
-        self._loaded = self._load()
+        self._loaded = self._load(config.model, tables, dataset.num_dense)
         self.specs: Mapping[str, TTSpec] = (
-            choose_specs(config.compression, self.tables) if self._loaded is None else self._loaded.compression
+            choose_specs(config.compression, tables, config.model.data_type)
+            if self._loaded is None
+            else self._loaded.compression
         )
         if self._loaded is None and config.compression.tables == "auto":
             self.specs = (
@@ -138,6 +141,10 @@ class Planning:
                 if saved_trains is None
                 else {name: spec for name, spec in self.specs.items() if name in saved_trains}
             )
+        types = data_types(config.compression, tables, self.specs, config.model.data_type)
+        _check_dense_type(config, machine.kind, [table.name for table in tables if table.name not in self.specs])
+        self.tables = [replace(table, data_type=types[table.name]) for table in tables]
+        self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
         optimize_tables_in_backward(self.model, config.optimizer)
         self.sharders = make_sharders(self.specs, config.training.seed)
         self.compression = CompressionStats(self.specs, announce=False)
@@ -155,7 +162,12 @@ class Planning:
             constraints={
                 name: ParameterConstraints(
                     pooling_factors=[factor],
-                    sharding_types=_allowed_types((saved_types or {}).get(name), machine.kind),
+                    sharding_types=_allowed_types(
+                        (saved_types or {}).get(name),
+                        machine.kind,
+                        narrow=element_size(types[name]) < 4,
+                        train=name in self.specs,
+                    ),
                     compute_kernels=_allowed_kernels(config.optimizer.kind, machine.kind),
                 )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
@@ -203,13 +215,14 @@ class Planning:
         except (OSError, ValueError) as error:
             raise UserError(f"planner.costs: {error}") from None
 
-    def _load(self) -> LoadedPlan | None:
+    def _load(self, config: ModelConfig, tables: Sequence[EmbeddingBagConfig], num_dense: int) -> LoadedPlan | None:
         if self._settings.plan is None:
             return None
+        model = build_dlrm(config, tables, num_dense, torch.device("meta"))  # which draws no random numbers
         try:
             return load_plan(
                 self._settings.plan,
-                self.model,
+                model,
                 world_size=self._machine.world_size,
                 local_world_size=self._machine.local_world_size,
                 device=self._machine.kind,
@@ -224,13 +237,34 @@ def _is_tensor_train(plan: ShardingPlan, name: str) -> bool:
     return any(module[name].compute_kernel == customized for module in modules if name in module)
 
 
-def _allowed_types(saved: str | None, device: str) -> list[str] | None:
-    if saved is None:
+def _check_dense_type(config: TrainConfig, device: str, dense: Sequence[str]) -> None:
+    """Raises `ConfigError` for dense tables of a type that they cannot be trained in on a CPU."""
+    data_type, auto = config.model.data_type, config.compression.tables == "auto"
+    if device != "cpu" or data_type == "FP32" or not (dense or auto):
+        return
+    which = "tables that stay dense" if auto else name_tables(dense)
+    advice = "set it to FP32, and compression.data_type for the tensor trains"
+    if data_type == "BF16":
+        raise ConfigError(f"model.data_type is BF16, in which FBGEMM has no dense tables on a CPU ({which}); {advice}")
+    if config.optimizer.kind == "adam":
+        raise ConfigError(
+            f"model.data_type is {data_type}, but with optimizer.kind=adam dense tables are data-parallel on a CPU "
+            f"({which}), and Adam's averages would be in 16 bits too; {advice}"
+        )
+
+
+def _allowed_types(saved: str | None, device: str, *, narrow: bool, train: bool) -> list[str] | None:
+    """Sharding types of a table that was ``saved`` with one, or whose numbers have 16 bits; else all.
+
+    A tensor ``train`` is not cut into the rows of all ranks: those are many options that no plan gains from.
+    """
+    if saved is None and not narrow:
         return None
     data_parallel = ShardingType.DATA_PARALLEL.value
     if saved == data_parallel:
         return [data_parallel]
-    return [kind for kind in EmbeddingBagCollectionSharder().sharding_types(device) if kind != data_parallel]
+    without = {data_parallel, *([ShardingType.ROW_WISE.value, ShardingType.GRID_SHARD.value] if train else [])}
+    return [kind for kind in EmbeddingBagCollectionSharder().sharding_types(device) if kind not in without]
 
 
 def _allowed_kernels(optimizer: str, device: str) -> list[str] | None:

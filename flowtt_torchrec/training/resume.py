@@ -37,6 +37,8 @@ _FIXED = (
     "training.drop_last_training_batch",
 )
 
+_OTHERWISE_CHECKED = ("data_type",)  # table by table; a checkpoint of an older version does not have it
+
 
 class RunState:
     """The parts of a run that a checkpoint saves and restores.
@@ -91,6 +93,7 @@ class RunState:
             )
         check_settings(str(path), state["config"], asdict(self._config))
         check_specs(str(path), state["specs"], self._specs)
+        check_data_types(str(path), state["plan"], self._planned)
         position = Position(**state["position"])
         batch_size = self._config.training.batch_size
         window = batch_size * self._runtime.world_size
@@ -150,7 +153,7 @@ def check_settings(path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) 
     for key in _FIXED:
         before, after = _lookup(saved, key), _lookup(now, key)
         if isinstance(before, dict) and isinstance(after, dict):
-            changed = [name for name in after if before.get(name) != after[name]]
+            changed = [name for name in after if before.get(name) != after[name] and name not in _OTHERWISE_CHECKED]
             if changed:
                 key, before, after = f"{key}.{changed[0]}", before.get(changed[0]), after[changed[0]]
         if before != after:
@@ -169,6 +172,18 @@ def check_specs(path: str, saved: Mapping[str, Any], now: Mapping[str, TTSpec]) 
             raise CheckpointError(
                 f"the checkpoint {path} has table {name!r} as {before}, now it is {after}; set compression.* back, or "
                 "start anew with another checkpoint.directory"
+            )
+
+
+def check_data_types(path: str, saved: Sequence[Mapping[str, Any]], now: Sequence[PlannedTable]) -> None:
+    """Raises `CheckpointError` if a table's numbers are not of the type that they were."""
+    types = {table["name"]: table.get("data_type", "FP32") for table in saved}
+    for table in now:
+        before = types.get(table.name, table.data_type)
+        if before != table.data_type:
+            raise CheckpointError(
+                f"the checkpoint {path} has table {table.name!r} in {before}, now it is {table.data_type}; set "
+                "model.data_type or compression.data_type back, or start anew with another checkpoint.directory"
             )
 
 

@@ -10,11 +10,11 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.training.compression import element_size
 from flowtt_torchrec.training.console import Console, show_bytes
 
-_ELEMENT_SIZE = 4  # float32
 _MOST_ROWS = 40
-_COLUMNS = ("table", "kind", "kernel", "sharding", "on rank", "rows x dim", "weights")
+_COLUMNS = ("table", "kind", "type", "kernel", "sharding", "on rank", "rows x dim", "weights")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class PlannedTable:
         num_embeddings: rows.
         embedding_dim: columns.
         spec: of a tensor train; None for a dense table.
+        data_type: TorchRec's name of its numbers' type.
         kernel: TorchRec's compute kernel.
         sharding_type: TorchRec's name.
         ranks: that hold it or a part of it.
-        dense_bytes: of its weights as a dense table.
+        dense_bytes: of its weights as a dense table of this type.
         weight_bytes: of one copy of its weights.
     """
 
@@ -37,6 +38,7 @@ class PlannedTable:
     num_embeddings: int
     embedding_dim: int
     spec: TTSpec | None
+    data_type: str
     kernel: str
     sharding_type: str
     ranks: list[int]
@@ -63,6 +65,7 @@ def planned_tables(
     result = []
     for table in tables:
         parameter, spec = placed[table.name], specs.get(table.name)
+        size = element_size(table.data_type)
         numbers = table.num_embeddings * table.embedding_dim
         result.append(
             PlannedTable(
@@ -70,11 +73,12 @@ def planned_tables(
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
                 spec=spec,
+                data_type=table.data_type.value,
                 kernel=parameter.compute_kernel,
                 sharding_type=parameter.sharding_type,
                 ranks=list(dict.fromkeys(parameter.ranks or range(world_size))),
-                dense_bytes=numbers * _ELEMENT_SIZE,
-                weight_bytes=(numbers if spec is None else spec.num_parameters) * _ELEMENT_SIZE,
+                dense_bytes=numbers * size,
+                weight_bytes=(numbers if spec is None else spec.num_parameters) * size,
             )
         )
     return result
@@ -87,6 +91,7 @@ def show_plan(console: Console, planned: Sequence[PlannedTable]) -> None:
         (
             table.name,
             "dense" if table.spec is None else "tensor train",
+            table.data_type,
             table.kernel,
             table.sharding_type,
             _ranks(table.ranks),
@@ -99,9 +104,9 @@ def show_plan(console: Console, planned: Sequence[PlannedTable]) -> None:
     if rest:
         weights = show_bytes(sum(table.weight_bytes for table in rest))
         rows.append(
-            (f"{len(rest)} smaller tables", "", "", "", "", f"{sum(t.num_embeddings for t in rest):,}", weights)
+            (f"{len(rest)} smaller tables", "", "", "", "", "", f"{sum(t.num_embeddings for t in rest):,}", weights)
         )
-    console.table("Plan", _COLUMNS, rows, text_columns=5)
+    console.table("Plan", _COLUMNS, rows, text_columns=6)
 
 
 def show_summary(planned: Sequence[PlannedTable]) -> str:

@@ -316,6 +316,13 @@ def test_a_stock_enumerator_is_refused() -> None:
         make_planner(enumerator=EmbeddingEnumerator(topology(), 2048))
 
 
+def test_grid_sharding_makes_no_dense_table_of_a_tensor_train() -> None:
+    """TorchRec's sharders have it on GPUs, and constraints may name it beside others."""
+    every = {name: ParameterConstraints(sharding_types=["grid_shard", "table_wise"]) for name in COMPRESSION}
+    by_table = kinds(options_of("cuda", every))
+    assert by_table["big"] == by_table["mid"] == {("table_wise", CUSTOMIZED)}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kept_forward_weights_take_memory_and_are_never_data_parallel(device: str) -> None:
     def options(keep: bool, kind: str) -> list[ShardingOption]:

@@ -110,6 +110,19 @@ def test_dry_run_of_a_giant_table(tiny: Path, capsys: pytest.CaptureFixture[str]
     assert "4,000,000,000 x 8" in capsys.readouterr().out
 
 
+def test_data_types_that_cannot_be_are_told(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--config", str(tiny), "--dry-run", "--set"]
+    error = _fails([*machine, "compression.data_type=bfloat16"], capsys)
+    assert "compression.data_type is 'bfloat16', allowed: FP32, FP16, BF16" in error
+    error = _fails([*machine, "model.data_type=BF16"], capsys)
+    assert "FBGEMM has no dense tables on a CPU (tables 't_cat_0'," in error
+    error = _fails([*machine, "model.data_type=FP16", "optimizer.kind=adam"], capsys)
+    assert "Adam's averages would be in 16 bits too; set it to FP32, and compression.data_type" in error
+    assert main([*machine, "model.data_type=BF16", "compression.tables=all"]) == 0
+    assert main([*machine, "model.data_type=BF16", "--device", "cuda"]) == 0
+    assert "BF16" in capsys.readouterr().out
+
+
 def test_a_plan_is_saved_and_used_again(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, machine = str(tmp_path / "plans" / "two.json"), ["--dry-run", "--world-size", "2"]
     assert main(["--config", str(tiny), *machine, "--save-plan", plan]) == 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowtt_torchrec.spec import TTSpec
-from flowtt_torchrec.training.compression import choose_specs
+from flowtt_torchrec.training.compression import choose_specs, data_types
 from flowtt_torchrec.training.config import CompressionConfig, TableCompression
 from flowtt_torchrec.training.errors import ConfigError
 from flowtt_torchrec.training.settings import InvalidField
@@ -76,6 +76,34 @@ def test_budget_compresses_as_few_tables_as_it_takes() -> None:
     assert list(_choose(budget="400kB", rank=4)) == ["big"]
     assert list(_choose(budget="100kB", rank=4)) == ["big", "middle"]
     assert _choose(budget="1GB") == {}
+
+
+def test_data_types_are_the_tables_own_or_their_sections() -> None:
+    config = CompressionConfig(data_type="BF16", tables={"middle": TableCompression(data_type="FP16"), "small": "tt"})
+    kinds = data_types(config, TABLES, ["small", "middle"], "FP32")
+    assert {name: kind.value for name, kind in kinds.items()} == {"small": "BF16", "big": "FP32", "middle": "FP16"}
+    kinds = data_types(CompressionConfig(), TABLES, ["big"], "FP16")
+    assert {kind.value for kind in kinds.values()} == {"FP16"}
+    with pytest.raises(InvalidField, match=r"cannot be chosen with tables=auto"):
+        CompressionConfig(tables="auto", data_type="BF16")
+
+
+def test_budget_counts_the_types() -> None:
+    """Small and middle stay dense, 80,800 numbers; big is a tensor train of a given shape, or of rank 4."""
+    dense, shape = 80_800, TableCompression(p=[100, 100, 100], q=[2, 2, 2], ranks=[40, 8])
+    cores = TTSpec(1_000_000, 8, (100, 100, 100), (2, 2, 2), (40, 8)).num_parameters
+    tables = {"middle": "dense", "small": "dense"}
+    for of_dense, of_cores, size, core_size in (("FP32", "BF16", 4, 2), ("FP16", None, 2, 2), ("FP16", "FP32", 2, 4)):
+        given: dict[str, Any] = {"data_type": of_cores, "tables": {**tables, "big": shape}}
+        exact = size * dense + core_size * cores
+        assert list(choose_specs(CompressionConfig(budget=exact, **given), TABLES, of_dense)) == ["big"]
+        with pytest.raises(ConfigError, match=f"the tables given by name need {exact:,} bytes"):
+            choose_specs(CompressionConfig(budget=exact - 1, **given), TABLES, of_dense)
+        exact = size * dense + core_size * TTSpec.suggest(1_000_000, 8, 4).num_parameters
+        found: dict[str, Any] = {"data_type": of_cores, "tables": tables, "rank": 4}
+        assert list(choose_specs(CompressionConfig(budget=exact, **found), TABLES, of_dense)) == ["big"]
+        with pytest.raises(ConfigError, match=r"compression.budget: the tables need"):
+            choose_specs(CompressionConfig(budget=exact - 1, **found), TABLES, of_dense)
 
 
 def test_budget_counts_the_tables_given_by_name() -> None:

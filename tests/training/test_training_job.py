@@ -16,6 +16,8 @@ import pytest
 import torch
 from training_jobs import SCRIPT, TINY, environment, run_job, torchrun
 
+from flowtt_torchrec.spec import TTSpec
+
 pytestmark = pytest.mark.slow
 
 STEPS = 120  # 2 epochs of 3000 rows, 2 ranks x 25 rows a step
@@ -185,6 +187,32 @@ def test_adam_resumes_with_all_of_its_state(tmp_path: Path) -> None:
     resumed = run_job([*arguments, "--report-dir", "resumed", "--resume"], tmp_path, processes=1)
     assert "continuing from checkpoints/step-000000000004" in resumed.stdout
     assert _training(tmp_path, "resumed") == _training(tmp_path, "whole")
+
+
+def test_tables_of_other_types_train_and_resume(tmp_path: Path) -> None:
+    """bfloat16 cores, one table's in float16, on two ranks; the steps after the resumed checkpoint are the same."""
+    _prepare(tmp_path)
+    types = ["compression.data_type=BF16", "compression.tables.t_cat_3.data_type=FP16"]
+    arguments = ["--config", "tiny.yaml", "--checkpoint-dir", "checkpoints", "--limit_train_batches", "8"]
+    arguments += ["--limit_val_batches", "2", "--set", "checkpoint.every=4", "training.log_every=1"]
+    first = run_job([*arguments, *types, "--report-dir", "whole"], tmp_path)
+    assert first.returncode == 0, first.stdout
+    tables = json.loads((tmp_path / "whole" / "report.json").read_text())["tables"]
+    for table in tables:
+        numbers = table["num_embeddings"] * table["embedding_dim"]
+        if table["spec"] is None:
+            assert (table["data_type"], table["weight_bytes"]) == ("FP32", 4 * numbers)
+            continue
+        spec = TTSpec.from_dict(table["spec"])
+        assert table["data_type"] == ("FP16" if table["name"] == "t_cat_3" else "BF16")
+        assert (table["weight_bytes"], table["dense_bytes"]) == (2 * spec.num_parameters, 2 * numbers)
+        assert table["sharding_type"] != "data_parallel"
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000000000008")
+    resumed = run_job([*arguments, *types, "--report-dir", "resumed", "--resume"], tmp_path)
+    assert "continuing from checkpoints/step-000000000004" in resumed.stdout, resumed.stdout
+    assert _training(tmp_path, "resumed") == _training(tmp_path, "whole")
+    other = run_job([*arguments, *types[:1], "--resume"], tmp_path)
+    assert "has table 't_cat_3' in FP16, now it is BF16; set model.data_type or compression.data_type" in other.stdout
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
