@@ -46,7 +46,7 @@ test: $(BUILT) $(DEV)
 # The CUDA kernels on a CPU, under every check: part of `make test` too. On a GPU: scripts/gpu_check.sh.
 test-cuda: $(BUILT) $(DEV)
 	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py tests/benchmarks/test_cuda_counts.py $(PYTEST_ARGS)
-	$(ACTIVATE) && python -m pytest tests/test_ops.py -k cuda $(PYTEST_ARGS)
+	$(ACTIVATE) && python -m pytest tests/test_ops.py tests/test_batch_errors.py -k cuda $(PYTEST_ARGS)
 
 # The tests that touch TorchRec, with every TorchRec supported; gigabytes of packages. ARGS="--cells 1.9" takes one.
 test-matrix:

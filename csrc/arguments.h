@@ -90,6 +90,13 @@ inline void check_type(const char* name, const Tensor& tensor, ScalarType type) 
   check(tensor.scalar_type() == type, name, " must be ", name_of(type), ", not ", name_of(tensor.scalar_type()));
 }
 
+inline std::string text_of(const char* name, const Tensor& tensor) {
+  check_shape(name, tensor, {-1});
+  check_type(name, tensor, ScalarType::Byte);
+  const auto* const text = reinterpret_cast<const char*>(tensor.const_data_ptr<uint8_t>());
+  return {text, static_cast<size_t>(tensor.numel())};
+}
+
 inline Integers integers(const char* name, const Tensor& tensor, Place place = Place::kHost) {
   check_shape(name, tensor, {-1}, place);
   const ScalarType type = tensor.scalar_type();

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -18,20 +17,13 @@
 #include "cpu/pooled_backward.h"
 #include "cpu/pooled_forward.h"
 #include "flowtt/batch.h"
+#include "flowtt/batch_error.h"
 #include "flowtt/plan.h"
 #include "flowtt/table.h"
 #include "schemas.h"
 
 namespace flowtt {
 namespace {
-
-std::string table_name(const Tensor& names, int64_t table) {
-  const auto* text = names.const_data_ptr<uint8_t>();
-  std::istringstream lines(std::string(text, text + names.numel()));
-  std::string name;
-  for (int64_t i = 0; i <= table; ++i) std::getline(lines, name);
-  return name;
-}
 
 std::optional<Tensor> recorded_stages;  // keeps the memory that kernels add their times to
 
@@ -49,23 +41,20 @@ cpu::Executor torch_threads() {
   return executor;
 }
 
-[[noreturn]] void throw_out_of_range(const std::vector<Table>& tables, const Tensor& table_names, const Batch& batch,
-                                     const Integers& indices, int64_t position) {
+[[noreturn]] void raise_out_of_range(const std::vector<Table>& tables, const std::string& table_names,
+                                     const Batch& batch, const Integers& indices, int64_t position) {
   int64_t feature = 0;
   while (batch.start(feature + 1) <= position) ++feature;
   const int64_t table = batch.table(feature);
-  std::ostringstream text;
-  text << "index " << indices[position] << " at position " << position << " (feature " << feature << ", table '"
-       << table_name(table_names, table) << "') is out of range; allowed: 0 to " << tables[table].num_embeddings - 1;
-  throw std::runtime_error(text.str());
+  raise_batch_error({BatchError::kOutOfRange, static_cast<int32_t>(feature), static_cast<int32_t>(table), position,
+                     indices[position], 0, tables[table].num_embeddings},
+                    table_names);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
                                                                      Tensor indices, Tensor offsets, int64_t flow,
                                                                      int64_t bounds_check_mode) {
   const std::vector<Table> described = read_tables(tables);
-  check_shape("table_names", table_names, {-1});
-  check_type("table_names", table_names, ScalarType::Byte);
   const Integers rows = integers("indices", indices);
   const int64_t n = indices.numel();
   const Batch batch = read_batch(features, offsets, n, described.size());
@@ -74,12 +63,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
         "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
 
   const int64_t bags = batch.num_bags();
-  check(batch.offsets[0] == 0 && batch.offsets[bags] == n, "offsets must start at 0 and end at the number of indices, ",
-        n, ", but go from ", batch.offsets[0], " to ", batch.offsets[bags]);
+  const std::string names = text_of("table_names", table_names);
+  if (batch.offsets[0] != 0 || batch.offsets[bags] != n) {
+    raise_batch_error({BatchError::kWrongEnds, 0, 0, 0, batch.offsets[0], batch.offsets[bags], n}, names);
+  }
   const cpu::Executor executor = torch_threads();
   if (const int64_t at = cpu::first_fall(executor, batch); at >= 0) {
-    check(false, "offsets must not decrease, but offsets[", at, "] = ", batch.offsets[at], " and offsets[", at + 1,
-          "] = ", batch.offsets[at + 1]);
+    raise_batch_error({BatchError::kFall, 0, 0, at, batch.offsets[at], batch.offsets[at + 1], 0}, names);
   }
 
   const auto make = [&](int64_t size, ScalarType type) { return torch::stable::new_empty(indices, {size}, type); };
@@ -94,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   const cpu::PlanResult result =
       cpu::make_flow_plan(executor, described, batch, rows, static_cast<Flow>(flow), mode, buffers);
   if (result.first_invalid >= 0 && mode == BoundsCheckMode::kFatal) {
-    throw_out_of_range(described, table_names, batch, rows, result.first_invalid);
+    raise_out_of_range(described, names, batch, rows, result.first_invalid);
   }
   auto* numbers = counts.mutable_data_ptr<int64_t>();
   numbers[0] = result.counts.num_rows;

@@ -7,8 +7,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <unordered_set>
 #include <vector>
 
 #include "arguments.h"
@@ -114,6 +117,14 @@ class Workspace {
 
 constexpr Place kDevice = Place::kDevice;
 
+// Table names, kept as long as the process lives: a kernel may refer to them at any time.
+const std::string* keep_names(const Tensor& table_names) {
+  static std::mutex mutex;
+  static std::unordered_set<std::string> kept;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return &*kept.insert(text_of("table_names", table_names)).first;
+}
+
 cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const Tensor& offsets, int64_t num_lookups,
                            int64_t total_dim) {
   std::vector<Table> described = read_tables(tables);
@@ -130,14 +141,16 @@ cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const T
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
                                                                      Tensor indices, Tensor offsets, int64_t flow,
                                                                      int64_t bounds_check_mode) {
-  check_shape("table_names", table_names, {-1});
+  const std::string* const names = keep_names(table_names);
   const Integers rows = integers("indices", indices, kDevice);
   const int64_t n = indices.numel();
   const cuda::HostBatch batch = host_batch(tables, features, offsets, n, 0);
+  check(n == 0 || batch.batch_size > 0, "offsets has one entry, so there are no bags for ", n, " indices");
   check(0 <= flow && flow <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", flow);
   check(0 <= bounds_check_mode && bounds_check_mode <= 2,
         "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
   const Device device(indices);
+  cuda::raise_fault();
   Registered registered;
   registered.add("indices", indices);
   registered.add("offsets", offsets);
@@ -157,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
       static_cast<int32_t*>(flow_starts.mutable_data_ptr())};
   Workspace workspace(indices, device.stream());
   cuda::make_flow_plan(batch, indices.const_data_ptr(), rows.wide(), static_cast<Flow>(flow),
-                       static_cast<BoundsCheckMode>(bounds_check_mode), buffers,
+                       static_cast<BoundsCheckMode>(bounds_check_mode), names, buffers,
                        static_cast<int64_t*>(counts.mutable_data_ptr()), workspace.context());
   return {lookups, bags, row_keys, row_starts, flow_starts, counts};
 }
@@ -243,6 +256,7 @@ Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor off
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, total_dim, pooling_mode);
   const Device device(weights);
+  cuda::raise_fault();
   Tensor output = torch::stable::new_empty(weights, {problem.batch.batch_size, total_dim}, ScalarType::Float);
   problem.registered.add("output", output, false);
   Workspace workspace(weights, device.stream());
@@ -270,6 +284,7 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
   const Device device(weights);
+  cuda::raise_fault();
   Tensor grad_factors =
       torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
@@ -301,6 +316,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   float* const first = momentum_data(problem, "momentum1", momentum1, sizes.first);
   float* const second = momentum_data(problem, "momentum2", momentum2, sizes.second);
   const Device device(weights);
+  cuda::raise_fault();
   Tensor grad_factors =
       torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
@@ -319,6 +335,8 @@ std::tuple<int64_t, int64_t, int64_t> cuda_setting(Tensor tables, bool backward,
                                                   static_cast<size_t>(shared_limit));
   return {size.tile_rows, static_cast<int64_t>(size.shared_bytes), size.slab};
 }
+
+void raise_cuda_fault() { cuda::raise_fault(); }
 
 void use_deterministic_cuda(bool on) { deterministic = on; }
 
@@ -350,6 +368,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("raise_cuda_fault", TORCH_BOX(&flowtt::raise_cuda_fault));
   m.impl("cuda_setting", TORCH_BOX(&flowtt::cuda_setting));
   m.impl("use_cuda_row_bytes", TORCH_BOX(&flowtt::use_cuda_row_bytes));
   m.impl("use_cuda_mapping", TORCH_BOX(&flowtt::use_cuda_mapping));

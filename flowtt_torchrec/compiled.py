@@ -177,6 +177,14 @@ class CompiledOps:
             rounding_seed,
         )
 
+    def synchronize(self, device: torch.device | None = None) -> None:
+        if self._emulated:
+            self._ops.raise_cuda_fault()
+        elif torch.cuda.is_initialized() and self._ops.cuda_architectures():
+            with torch.cuda.device(device):
+                torch.cuda.synchronize()
+                self._ops.raise_cuda_fault()
+
     def use_cuda_mapping(self, by_work: bool = True, steal: bool = True, checkpoint: bool = True) -> None:
         """Turns parts of the schedule of the CUDA kernels off, for ablations; results do not depend on it.
 

@@ -103,6 +103,9 @@ def flow_plan(
 ) -> FlowPlan:
     """Groups a batch's lookups by shared prefix, equal rows together.
 
+    A GPU tells late what is wrong with a batch: the error comes from a later op, or from `synchronize`. Until then
+    such a batch has a plan without rows: outputs and gradients are zeros, and a fused optimizer changes nothing.
+
     Args:
         layout: the tables and features.
         indices: int32 or int64 ``[N]``, row numbers, feature by feature, as TorchRec's ``KeyedJaggedTensor`` has them.
@@ -114,14 +117,26 @@ def flow_plan(
         The plan, for `pooled_lookup`.
 
     Raises:
-        RuntimeError: for offsets that do not describe the indices, a row number out of range under ``FATAL``, or a
-            compiled library that cannot be used.
+        IndexError: for a row number out of range under ``FATAL``.
+        RuntimeError: for offsets that do not describe the indices, or a compiled library that cannot be used.
         ValueError: for arguments of the wrong type or shape.
     """
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a 1-D tensor of int32 or int64, not {tensor.dim()}-D of {tensor.dtype}")
     return _backend().flow_plan(layout, indices, offsets, _option("flow", flow, _FLOWS), bounds_check_mode)
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Waits for a GPU, and raises what it has found wrong with a batch, unless an op has done so; else does nothing.
+
+    Args:
+        device: by default the current GPU.
+
+    Raises:
+        IndexError, RuntimeError: as `flow_plan`.
+    """
+    _backend().synchronize(device)
 
 
 def pooled_lookup(
@@ -167,7 +182,7 @@ def lookup(
         weights are, else float32: what is narrower than float32 is widened when it is read.
 
     Raises:
-        RuntimeError: as `flow_plan`.
+        IndexError, RuntimeError: as `flow_plan`.
         ValueError: for arguments of the wrong type or shape.
     """
     plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode, flow=flow)
@@ -201,6 +216,7 @@ def fused_lookup(
             is read, so that a schedule does not make the graph anew for every learning rate.
 
     Raises:
+        IndexError: as `flow_plan`.
         RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
         ValueError: for arguments of the wrong type or shape.
     """

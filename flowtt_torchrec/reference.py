@@ -25,7 +25,7 @@ from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights
 class BoundsCheckMode(IntEnum):
     """What happens to a row number that its table does not have; numbered as FBGEMM's modes."""
 
-    FATAL = 0  # RuntimeError
+    FATAL = 0  # IndexError
     WARNING = 1  # looked up as row 0, with a warning
     IGNORE = 2  # looked up as row 0
 
@@ -82,7 +82,8 @@ def flow_plan(
         bounds_check_mode: what happens to a row number out of range.
 
     Raises:
-        RuntimeError: for offsets that do not describe the indices, or a row number out of range under ``FATAL``.
+        IndexError: for a row number out of range under ``FATAL``.
+        RuntimeError: for offsets that do not describe the indices.
     """
     count, device = indices.numel(), indices.device
     batch_size = check_offsets(layout, count, offsets)
@@ -103,6 +104,10 @@ def flow_plan(
     padded_keys = keys.new_zeros(count)
     padded_keys[: row_keys.numel()] = row_keys
     return FlowPlan(lookups.int(), bags.int(), padded_keys, _starts(sizes, count), _starts(flow_sizes, count), counts)
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Nothing to do: here errors are raised at once."""
 
 
 def pooled_forward(
@@ -286,7 +291,7 @@ def check_rows(
             f"{layout.names[int(tables[at])]!r}) is out of range; allowed: 0 to {int(limits[at]) - 1}"
         )
         if mode == BoundsCheckMode.FATAL:
-            raise RuntimeError(message)
+            raise IndexError(message)
         warnings.warn(f"{message}. In this call {invalid} such indices are looked up as row 0", stacklevel=2)
     return tables, rows.masked_fill(out_of_range, 0), invalid
 

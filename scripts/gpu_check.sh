@@ -44,7 +44,8 @@ else
 fi
 step build python setup.py build_ext --inplace
 [ "$device" = cpu ] || step kernels python -m benchmarks.cuda_kernels
-step tests python -m pytest -q tests/test_ops.py tests/test_optimizers.py tests/test_cuda_library.py tests/test_cuda_graph.py "${tests[@]}"
+step tests python -m pytest -q tests/test_ops.py tests/test_batch_errors.py tests/test_optimizers.py tests/test_cuda_library.py \
+  tests/test_cuda_graph.py "${tests[@]}"
 if [ "$device" = cuda ] && command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck initcheck; do
     step "$tool" timeout 60 compute-sanitizer --tool "$tool" --error-exitcode 9 python -m pytest -q tests/test_ops.py \

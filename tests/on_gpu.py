@@ -32,6 +32,9 @@ class OpsOnDevice:
     def flow_plan(self, layout: TTLayout, *args: Any) -> FlowPlan:
         return FlowPlan(*(tensor.cpu() for tensor in self._ops.flow_plan(layout, *map(self._there, args))))
 
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self._ops.synchronize(device)
+
     def pooled_forward(self, *args: Any) -> Tensor:
         return self._ops.pooled_forward(*map(self._there, args)).cpu()
 

@@ -1,4 +1,4 @@
-"""The CUDA ops never wait for the device: on a GPU, all of them go into one captured graph."""
+"""The CUDA ops never wait for the device: on a GPU, all of them go into one captured graph, errors included."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
+
+
+def capture(step):
+    """A graph of the step, and what the step returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -30,17 +43,32 @@ def test_a_graph_serves_another_batch(deterministic):
 
     torch.use_deterministic_algorithms(deterministic)
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = capture(step)
         indices.copy_(second)
         graph.replay()
         for actual, expected in zip(captured, step()):
             assert_near(actual.cpu(), expected.cpu())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_graph_tells_of_a_bad_batch():
+    layout = layout_of("three_cores", "odd")
+    indices, offsets = torch.tensor([1, 2], device="cuda"), torch.tensor([0, 1, 2], device="cuda")
+    weights = random_weights(layout, torch.float32).cuda()
+
+    def step():
+        return native.pooled_forward(weights, layout, offsets, native.flow_plan(layout, indices, offsets))
+
+    graph, output = capture(step)
+    graph.replay()
+    good = output.clone()
+    indices[1] = 343
+    graph.replay()
+    with pytest.raises(IndexError, match=r"index 343 at position 1 \(feature 1, table 'odd'\).*0 to 342"):
+        native.synchronize()
+    assert not output.any()
+    indices[1] = 2
+    graph.replay()
+    native.synchronize()
+    assert torch.equal(output, good)

@@ -107,7 +107,7 @@ def test_wrong_calls():
 @both_backends
 def test_index_out_of_range(backend):
     bag, _ = make_twins(mode="sum")
-    with ops.use_backend(backend), pytest.raises(RuntimeError, match=r"index 100 .*0 to 99"):
+    with ops.use_backend(backend), pytest.raises(IndexError, match=r"index 100 .*0 to 99"):
         bag(torch.tensor([[1, 100]]))
     bag.bounds_check_mode = BoundsCheckMode.IGNORE
     with ops.use_backend(backend):

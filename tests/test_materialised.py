@@ -162,7 +162,7 @@ def test_rows_out_of_range():
     weights = random_weights(layout)
     rows = MaterialisedRows(2 * bytes_of("two_cores"), "materialised")
     indices, offsets = torch.tensor([1, 23, 4, 100]), torch.tensor([0, 1, 2, 3, 4])
-    with pytest.raises(RuntimeError, match=r"index 23 at position 1 \(feature 0, table 'two_cores'\).*0 to 22"):
+    with pytest.raises(IndexError, match=r"index 23 at position 1 \(feature 0, table 'two_cores'\).*0 to 22"):
         rows.lookup(weights, layout, indices, offsets)
     assert rows.num_bytes > 0
     expected = brute_force(layout, weights, torch.tensor([1, 0, 4, 0]), offsets)

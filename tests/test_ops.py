@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 
 import pytest
@@ -17,7 +16,6 @@ from tt_samples import (
     every_backend,
     layout_of,
     mixed_layout,
-    offsets_of,
     random_batch,
     random_weights,
     repeatable_ops,
@@ -26,7 +24,6 @@ from tt_samples import (
 from flowtt_torchrec import ops
 from flowtt_torchrec.cores import tt_rows
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.ops import BoundsCheckMode
 from flowtt_torchrec.optimizers import OptimizerSpec, init_state
 from flowtt_torchrec.spec import TTSpec
 
@@ -266,69 +263,6 @@ def test_flow_plan(backend, flow, seed):
         starts.append(starts[-1] + len(group))
     assert plan.row_starts.tolist()[: len(starts)] == starts
     assert plan.flow_starts.tolist()[: len(flow_starts) + 1] == [*flow_starts, len(distinct)]
-
-
-@both_backends
-def test_indices_out_of_range(backend):
-    layout = mixed_layout()
-    lengths = torch.tensor([2, 1, 1, 1, 0, 0, 0, 0, 0])  # of features that look up tables 5, 0, 1 and 2
-    good, offsets = torch.tensor([342, 0, 22, 0, 0]), offsets_of(lengths)
-    weights = random_weights(layout)
-    with ops.use_backend(backend):
-        for position, bad, message in (
-            (1, 343, r"index 343 .*feature 0.*'odd'.*0 to 342"),
-            (2, 23, r"index 23 .*feature 1.*'two_cores'.*0 to 22"),
-            (3, -1, r"index -1 .*feature 2.*'three_cores'.*0 to 99"),
-            (4, 2**40, r"index 1099511627776 .*feature 3.*'four_cores'.*0 to 59"),
-        ):
-            indices = good.clone()
-            indices[position] = bad
-            with pytest.raises(RuntimeError, match=message):
-                ops.lookup(weights, layout, indices, offsets)
-            zeroed = indices.clone()
-            zeroed[position] = 0
-            expected = ops.lookup(weights, layout, zeroed, offsets)
-            mode = BoundsCheckMode.IGNORE
-            assert ops.flow_plan(layout, indices, offsets, bounds_check_mode=mode).counts[2] == 1
-            assert torch.equal(ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode), expected)
-
-
-@every_backend
-def test_warning_names_the_first_bad_index_and_counts_them(backend):
-    layout = mixed_layout()
-    lengths = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 0])
-    indices, offsets = torch.tensor([342, 23, 100, -1]), offsets_of(lengths)
-    weights = random_weights(layout, dtype_of(backend))
-    mode = BoundsCheckMode.WARNING
-    with ops.use_backend(backend):
-        message = r"index 23 at position 1 .*feature 1, table 'two_cores'.*0 to 22.* 3 such"
-        with pytest.warns(UserWarning, match=message) as caught:
-            output = ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode)
-        assert len(caught) == 1
-        zeroed = torch.tensor([342, 0, 0, 0])
-        assert torch.equal(output, ops.lookup(weights, layout, zeroed, offsets))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ops.lookup(weights, layout, zeroed, offsets, bounds_check_mode=mode)
-
-
-@every_backend
-@pytest.mark.parametrize("mode", list(BoundsCheckMode))
-def test_bad_offsets_are_an_error_in_every_mode(backend, mode):
-    if backend == "cuda":
-        pytest.skip("on a GPU the kernel fails, and no call of this process would work any more")
-    layout = layout_of("two_cores", "three_cores")
-    indices = torch.arange(5)
-    for offsets, message in (
-        ([0, 2, 1, 4, 5], "decrease"),
-        ([1, 2, 3, 4, 5], "start at 0"),
-        ([0, 2, 3, 4, 6], "number of indices"),
-        ([0, 2, 3, 4, 4], "number of indices"),
-        ([0, 2, 5, 5], "batch_size"),
-        ([], "batch_size"),
-    ):
-        with ops.use_backend(backend), pytest.raises(RuntimeError, match=message):
-            ops.flow_plan(layout, indices, torch.tensor(offsets, dtype=torch.int64), bounds_check_mode=mode)
 
 
 @every_backend

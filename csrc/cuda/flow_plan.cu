@@ -9,8 +9,8 @@ namespace {
 
 template <class Key>
 void group(const HostBatch& batch, const DeviceBatch& device, const void* indices, bool wide_indices, Flow flow,
-           BoundsCheckMode mode, const FlowPlanBuffers& plan, int64_t* counts, int bits, BatchFaults* faults,
-           const Context& context) {
+           BoundsCheckMode mode, const std::string* table_names, const FlowPlanBuffers& plan, int64_t* counts, int bits,
+           BatchFaults* faults, const Context& context) {
   const auto n = static_cast<int>(batch.num_lookups);
   const unsigned grid = blocks_for(n);
   const bool sorts = flow != Flow::kDirect;
@@ -21,7 +21,7 @@ void group(const HostBatch& batch, const DeviceBatch& device, const void* indice
   check(FLOWTT_LAUNCH(make_keys<Key>, grid, kThreads, 0, context.stream, device, indices, wide_indices, keys, positions,
                       plan.bags, faults),
         "make_keys");
-  report(device, indices, wide_indices, mode, faults, context);
+  report(device, indices, wide_indices, mode, table_names, faults, context);
   if (sorts) {
     size_t bytes = 0;
     check(sort_pairs(nullptr, bytes, keys, sorted_keys, positions, plan.lookups, n, bits, context.stream), "sort");
@@ -42,7 +42,8 @@ void group(const HostBatch& batch, const DeviceBatch& device, const void* indice
 }  // namespace
 
 void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indices, Flow flow, BoundsCheckMode mode,
-                    const FlowPlanBuffers& plan, int64_t* counts, const Context& context) {
+                    const std::string* table_names, const FlowPlanBuffers& plan, int64_t* counts,
+                    const Context& context) {
   const int64_t bags = batch.num_features * batch.batch_size;
   std::vector<DeviceTable> tables;
   for (const Table& table : batch.tables) tables.push_back(device_table(table, kLargeSlab, sizeof(float)));
@@ -53,15 +54,15 @@ void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indic
     check(FLOWTT_LAUNCH(check_offsets, blocks_for(bags), kThreads, 0, context.stream, device, faults), "check_offsets");
   }
   if (batch.num_lookups == 0 || bags == 0) {
-    report(device, indices, wide_indices, mode, faults, context);
+    report(device, indices, wide_indices, mode, table_names, faults, context);
     check(FLOWTT_LAUNCH(write_empty_plan, 1, 1, 0, context.stream, plan, counts), "write_empty_plan");
     return;
   }
   const int bits = batch.tables[0].table_shift + bits_for(static_cast<int64_t>(batch.tables.size()));
   if (bits <= 32) {
-    group<uint32_t>(batch, device, indices, wide_indices, flow, mode, plan, counts, bits, faults, context);
+    group<uint32_t>(batch, device, indices, wide_indices, flow, mode, table_names, plan, counts, bits, faults, context);
   } else {
-    group<uint64_t>(batch, device, indices, wide_indices, flow, mode, plan, counts, bits, faults, context);
+    group<uint64_t>(batch, device, indices, wide_indices, flow, mode, table_names, plan, counts, bits, faults, context);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "flowtt/plan.h"
@@ -72,10 +73,14 @@ struct Update {
   int64_t rounding_seed;         // of 16-bit weights in this step; -1: to the nearest
 };
 
-// Groups the lookups of `indices` [num_lookups]. A batch that cannot be taken makes a kernel fail, as device assertions
-// do.
+// Groups the lookups of `indices` [num_lookups]. Of a batch that cannot be taken the device makes a plan without rows,
+// and a note for raise_fault. table_names, joined by newlines, must live as long as the process does.
 void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indices, Flow flow, BoundsCheckMode mode,
-                    const FlowPlanBuffers& plan, int64_t* counts, const Context& context);
+                    const std::string* table_names, const FlowPlanBuffers& plan, int64_t* counts,
+                    const Context& context);
+
+// Throws, once, what the current device has found wrong with a batch; does not wait for it.
+void raise_fault();
 
 // output [batch_size, total_dim]
 void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const Weights& weights,

@@ -5,8 +5,8 @@
 
 namespace flowtt::cuda {
 
-// Fails, on the device, for a batch with faults that `mode` does not take.
+// Tells the host of a batch that cannot be taken, for raise_fault, and marks it in `faults`.
 void report(const DeviceBatch& batch, const void* indices, bool wide_indices, BoundsCheckMode mode,
-            const BatchFaults* faults, const Context& context);
+            const std::string* table_names, BatchFaults* faults, const Context& context);
 
 }  // namespace flowtt::cuda

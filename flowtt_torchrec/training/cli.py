@@ -65,7 +65,7 @@ def _message_for_user(error: Exception) -> str | None:
     """What to tell the user, or None for a bug of ours."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, RuntimeError):  # from the operators, and from gloo and nccl
+    if isinstance(error, IndexError | RuntimeError):  # from the operators, and from gloo and nccl
         if match := _WRONG_INDEX.search(str(error)):
             return match[0]
         if _LOST_PEER.search(str(error)):

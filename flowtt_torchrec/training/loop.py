@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
+from flowtt_torchrec import ops
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.training.config import CheckpointConfig, TrainingConfig
 from flowtt_torchrec.training.console import Console, show, show_scores
@@ -123,6 +124,7 @@ class Trainer:
                 self._checkpoint()
             self._evaluate()
             if self.position.epoch + 1 == self._config.epochs:
+                ops.synchronize()
                 break
             self.position = Position(self.position.step, self.position.epoch + 1)
 
@@ -227,6 +229,7 @@ class Trainer:
         if not self._checkpointing or self._saved_step == self.position.step:
             return
         started = time.perf_counter()
+        ops.synchronize()  # raises what a GPU has found wrong with a batch, rather than save it
         self._save(self.position, self.history)
         self._saved_step = self.position.step
         self.seconds["checkpoints"] += time.perf_counter() - started

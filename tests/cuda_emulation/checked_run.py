@@ -103,6 +103,24 @@ def compare_rounding(layout, indices, offsets, dtype, kind, seed):
     assert_near(results[1].float(), results[0].float(), 2.0**-6)
 
 
+def compare_failed(layout, indices, offsets):
+    """Holds the emulated ops to telling of an index out of range, and to looking nothing up in its batch."""
+    indices = indices.clone()
+    indices[indices.numel() // 2] = 2**40
+    weights, factors = random_weights(layout, torch.float32).requires_grad_(), torch.rand(indices.numel())
+    with ops.use_backend(emulated.BACKEND):
+        plan, told = ops.flow_plan(layout, indices, offsets), ""
+        try:
+            ops.synchronize()
+        except IndexError as error:
+            told = str(error)
+        assert f"index {2**40} at position {indices.numel() // 2} " in told, f"error not told, but {told!r}"
+        args = weights, layout, offsets, plan
+        output = ops.pooled_lookup(*args, per_sample_weights=factors.requires_grad_())
+        for result in (output, *torch.autograd.grad(output.sum(), (weights, factors))):
+            assert not result.any(), "error: a failed batch is looked up"
+
+
 def long_flow(count):
     """Rows of one prefix, each twice, in one table whose last factor is large."""
     layout = TTLayout([TTSpec(4 * count, 16, (2, 2, count), (2, 2, 4), (4, 8))], ["flow"])
@@ -153,6 +171,7 @@ def main(library: Path) -> None:
             torch.use_deterministic_algorithms(options.pop("deterministic", False))
             torch.ops.flowtt_emulated.use_cuda_row_bytes(options.pop("row_bytes", 64 << 20))
             compare(layout, *batch, **options)
+        compare_failed(mixed_layout(), *random_batch(mixed_layout(), 20, 4, seed))
         mixed = layout_of("rank_32", "odd", "four_cores")
         for dtype in (torch.bfloat16, torch.float16):
             batch = random_batch(mixed, 12, 4, seed)

@@ -375,6 +375,9 @@ HOOKS(2)
 HOOKS(4)
 HOOKS(8)
 HOOKS(16)
+// The host's atomics, in the sources of kernels.
+uint32_t __tsan_atomic32_load(const volatile uint32_t* a, int) { return __atomic_load_n(a, __ATOMIC_SEQ_CST); }
+void __tsan_atomic32_store(volatile uint32_t* a, uint32_t value, int) { __atomic_store_n(a, value, __ATOMIC_SEQ_CST); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

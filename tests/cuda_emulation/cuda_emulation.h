@@ -91,7 +91,6 @@ unsigned char* dynamic_shared();
 void shared_red_zone(void* begin, size_t bytes);
 // Adds to the counter of that name.
 void count(const char* name, uint64_t amount);
-[[noreturn]] void kernel_failure(const char* what, const char* file, int line);
 
 template <class T, class F>
 CUDA_EMULATION_INLINE T atomic_update(T* address, F change, const char* file, int line) {
@@ -198,6 +197,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, CUDA_EMULAT
   return cuda_emulation::shuffle(mask, value, source > (lane | (width - 1)) ? lane : source, file, line);
 }
 inline void __threadfence() { cuda_emulation::device_fence(); }
+inline void __threadfence_system() { cuda_emulation::device_fence(); }
 inline void __nanosleep(unsigned) { cuda_emulation::yield(); }
 
 // Atomics.

@@ -33,7 +33,6 @@ enum Defect : int {
   kWriteAfterFence,
   kWaitsForLaterBlock,
   kDeadlock,
-  kFailure,
 };
 
 struct Arguments {
@@ -119,7 +118,6 @@ __global__ void touch(Arguments a) {
   if (a.defect == kUnregisteredMemory && i == 5) value = *reinterpret_cast<const float*>(a.words + 1000000);
   if (a.defect == kUninitialisedGlobal && i == 5) value = a.scratch[i];
   if (a.defect == kMisaligned && i == 5) value = flowtt::load4(a.in + 1).x;
-  if (a.defect == kFailure && i == 5) FLOWTT_KERNEL_FAILURE("value %d is wrong", i);
   a.scratch[i] = value + kOutside[i % 4];
   __syncthreads();
   a.out[i] = a.scratch[i ^ 1];

@@ -26,6 +26,13 @@ cudaError_t cudaFree(void* data) {
   return cudaSuccess;
 }
 
+// What the host writes to it is not known here.
+cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned) {
+  if (posix_memalign(data, 256, bytes) != 0) return cudaErrorMemoryAllocation;
+  cuda_emulation::register_buffer(*data, bytes, "a cudaHostAlloc buffer", true);
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   std::memset(data, value, bytes);
   cuda_emulation::host_wrote(data, bytes);
@@ -47,6 +54,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

@@ -245,10 +245,6 @@ void fail(const char* format, ...) {
   abort();
 }
 
-void kernel_failure(const char* what, const char* file, int line) {
-  fail("%s (kernel failed at %s:%d)", what, file, line);
-}
-
 int lane() { return self()->lane; }
 
 void run(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(void*), void* arguments, size_t arguments_size,

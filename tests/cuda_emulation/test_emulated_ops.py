@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tt_samples import SPECS, groups, layout_of, mixed_layout, offsets_of, random_batch, random_weights
+from tt_samples import SPECS, groups, layout_of, mixed_layout, random_batch, random_weights
 
 from cuda_emulation import build, checked_run, emulated
 from cuda_emulation.checked_run import compare, compare_plans, long_flow, run
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.ops import BoundsCheckMode
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.spec import TTSpec
 
@@ -254,28 +253,6 @@ def test_a_gradient_that_is_not_finite_stays_visible(emulator):
             assert torch.autograd.grad(output, weights, grad_output)[0].isnan().any()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_indices_out_of_range(emulator):
-    layout = mixed_layout()
-    lengths = torch.tensor([2, 1, 1, 1, 0, 0, 0, 0, 0])  # of features that look up tables 5, 0, 1 and 2
-    good, offsets = torch.tensor([342, 0, 22, 0, 0]), offsets_of(lengths)
-    weights = random_weights(layout, torch.float32)
-    with ops.use_backend(emulated.BACKEND):
-        for position, bad, message in (
-            (1, 343, r"index 343 at position 1 \(feature 0, table number 5\).*0 to 342"),
-            (2, 23, r"index 23 .*feature 1, table number 0.*0 to 22"),
-            (3, -1, r"index -1 .*feature 2, table number 1.*0 to 99"),
-            (4, 2**40, r"index 1099511627776 .*feature 3, table number 2.*0 to 59"),
-        ):
-            indices, zeroed = good.clone(), good.clone()
-            indices[position], zeroed[position] = bad, 0
-            with pytest.raises(RuntimeError, match=message):
-                ops.lookup(weights, layout, indices, offsets)
-            mode = BoundsCheckMode.IGNORE
-            assert ops.flow_plan(layout, indices, offsets, bounds_check_mode=mode).counts[2] == 1
-            output = ops.lookup(weights, layout, indices, offsets, bounds_check_mode=mode)
-            assert torch.equal(output, ops.lookup(weights, layout, zeroed, offsets))
 
 
 def test_what_is_not_supported_is_said(emulator):

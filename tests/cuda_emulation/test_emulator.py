@@ -61,7 +61,6 @@ REPORTS = [
     ("last_block", "WriteAfterFence", "RACE", None),
     ("chain", "WaitsForLaterBlock", "LIVELOCK", "LIVELOCK"),
     ("chain", "Deadlock", "DEADLOCK", "DEADLOCK"),
-    ("touch", "Failure", r"value 5 is wrong \(kernel failed at .*kernels.cu:\d+\)", "value 5 is wrong"),
 ]
 
 

@@ -142,7 +142,7 @@ def out_of_range(rank: int, world_size: int) -> str:
         features = KeyedJaggedTensor(
             keys=["f0", "f1"], values=torch.tensor([row, column]), lengths=torch.tensor([1, 1])
         )
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(IndexError) as error:
             model(features)
         messages.append(str(error.value))
     return "\n".join(messages)

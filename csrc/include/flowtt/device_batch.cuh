@@ -14,6 +14,7 @@ struct BatchFaults {
   unsigned long long num_invalid;
   unsigned long long first_invalid;  // position of a row number out of range
   unsigned long long first_fall;     // offsets[i + 1] < offsets[i]
+  bool failed;                       // the batch cannot be taken
 };
 constexpr unsigned long long kNowhere = ~0ull;
 
@@ -29,6 +30,9 @@ FLOWTT_INLINE int64_t offset_at(const DeviceBatch& batch, int64_t bag) {
 FLOWTT_INLINE int wave_row(const DevicePlan& plan, int row) {
   return row >= plan.begin_row && row - plan.begin_row < plan.counts[0] ? row - plan.begin_row : -1;
 }
+
+// Whether the batch has failed, or is empty: its first wave has no rows.
+FLOWTT_INLINE bool has_no_rows(const DevicePlan& plan) { return plan.begin_row == 0 && plan.counts[0] == 0; }
 
 struct BagPlace {
   int64_t output;  // first element in the output

@@ -1,40 +1,58 @@
-// A batch that the ops cannot take: the kernel says what is wrong and fails, as device assertions do.
+// A batch that the ops cannot take: told to the host, which makes an error of it in a later call, and not worked on.
 #pragma once
 
+#include "flowtt/batch_error.h"
 #include "flowtt/device_batch.cuh"
 #include "flowtt/plan.h"
 
 namespace flowtt {
 
-__global__ void report_faults(DeviceBatch batch, const void* indices, bool wide, BoundsCheckMode mode,
-                              const BatchFaults* faults) {
-  const int64_t bags = int64_t{batch.num_features} * batch.batch_size;
-  const long long begin = offset_at(batch, 0), end = offset_at(batch, bags);
+// In host memory that the device can write.
+struct FaultRecord {
+  enum State : unsigned { kFree, kClaimed, kWritten };
+  unsigned state;
+  BatchError error;
+  const void* table_names;
+};
+
+__device__ __forceinline__ bool find_error(const DeviceBatch& batch, const void* indices, bool wide,
+                                           BoundsCheckMode mode, const BatchFaults& faults, BatchError& error) {
+  const int64_t begin = offset_at(batch, 0), end = offset_at(batch, int64_t{batch.num_features} * batch.batch_size);
   if (begin != 0 || end != batch.num_lookups) {
-    FLOWTT_KERNEL_FAILURE("offsets must start at 0 and end at the number of indices, %d, but go from %lld to %lld\n",
-                          batch.num_lookups, begin, end);
+    error = {BatchError::kWrongEnds, 0, 0, 0, begin, end, batch.num_lookups};
+    return true;
   }
-  if (faults->first_fall != kNowhere) {
-    const long long at = static_cast<long long>(faults->first_fall);
-    FLOWTT_KERNEL_FAILURE("offsets must not decrease, but offsets[%lld] = %lld and offsets[%lld] = %lld\n", at,
-                          static_cast<long long>(offset_at(batch, at)), at + 1,
-                          static_cast<long long>(offset_at(batch, at + 1)));
+  if (faults.first_fall != kNowhere) {
+    const auto at = static_cast<int64_t>(faults.first_fall);
+    error = {BatchError::kFall, 0, 0, at, offset_at(batch, at), offset_at(batch, at + 1), 0};
+    return true;
   }
-  if (faults->num_invalid == 0 || mode == BoundsCheckMode::kIgnore) return;
-  const long long at = static_cast<long long>(faults->first_invalid);
-  int64_t feature = 0;
-  while (offset_at(batch, (feature + 1) * batch.batch_size) <= at) ++feature;
+  if (faults.num_invalid == 0 || mode != BoundsCheckMode::kFatal) return false;
+  const auto at = static_cast<int64_t>(faults.first_invalid);
+  int feature = 0;
+  while (offset_at(batch, (feature + int64_t{1}) * batch.batch_size) <= at) ++feature;
   const int table = batch.features[feature].table;
-  const long long value = integer_at(indices, wide, at), last = batch.tables[table].num_embeddings - 1;
-  if (mode == BoundsCheckMode::kFatal) {
-    FLOWTT_KERNEL_FAILURE(
-        "index %lld at position %lld (feature %d, table number %d) is out of range; allowed: 0 to %lld\n", value, at,
-        static_cast<int>(feature), table, last);
+  error = {BatchError::kOutOfRange,           feature, table, at, integer_at(indices, wide, at), 0,
+           batch.tables[table].num_embeddings};
+  return true;
+}
+
+// One thread. A batch with an error is marked as failed: its plan will be empty.
+__global__ void report_faults(DeviceBatch batch, const void* indices, bool wide, BoundsCheckMode mode,
+                              const void* table_names, BatchFaults* faults, FaultRecord* record) {
+  BatchError error;
+  if (!find_error(batch, indices, wide, mode, *faults, error)) return;
+  faults->failed = true;
+  // The first one is told; what fails until the host has read of it is not, nor what fails in another stream meanwhile.
+  volatile unsigned& state = record->state;
+  if (state != FaultRecord::kFree) return;
+  if (atomicCAS(&record->state, unsigned{FaultRecord::kFree}, unsigned{FaultRecord::kClaimed}) != FaultRecord::kFree) {
+    return;
   }
-  printf(
-      "flowtt: %llu row numbers are out of range and taken as 0, first %lld at position %lld (feature %d, table "
-      "number %d); allowed: 0 to %lld\n",
-      faults->num_invalid, value, at, static_cast<int>(feature), table, last);
+  record->error = error;
+  record->table_names = table_names;
+  __threadfence_system();
+  state = FaultRecord::kWritten;
 }
 
 }  // namespace flowtt

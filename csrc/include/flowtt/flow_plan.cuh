@@ -7,7 +7,7 @@
 
 namespace flowtt {
 
-__global__ void clear_faults(BatchFaults* faults) { *faults = {0, kNowhere, kNowhere}; }
+__global__ void clear_faults(BatchFaults* faults) { *faults = {0, kNowhere, kNowhere, false}; }
 
 __global__ void check_offsets(DeviceBatch batch, BatchFaults* faults) {
   const int64_t bag = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -68,7 +68,7 @@ __global__ void mark_heads(DeviceBatch batch, Flow flow, const Key* keys, uint64
   }
 }
 
-// numbers: running sum of the heads.
+// numbers: running sum of the heads. A failed batch has a plan without rows: nothing is looked up, or stepped.
 template <class Key>
 __global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
                              int64_t* counts, const BatchFaults* faults) {
@@ -84,8 +84,8 @@ __global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_l
   if (s == num_lookups - 1) {
     plan.row_starts[rows] = num_lookups;
     plan.flow_starts[flows] = rows;
-    counts[0] = rows;
-    counts[1] = flows;
+    counts[0] = faults->failed ? 0 : rows;
+    counts[1] = faults->failed ? 0 : flows;
     counts[2] = static_cast<int64_t>(faults->num_invalid);
     counts[3] = 0;
   }

@@ -17,28 +17,16 @@
 #define FLOWTT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream),                                         \
    ::cuda_emulation::launch(kernel, dim3(grid), dim3(block), shared_bytes, __FILE__, __LINE__, __VA_ARGS__))
-#define FLOWTT_KERNEL_FAILURE(...)                               \
-  do {                                                           \
-    char text_[512];                                             \
-    snprintf(text_, sizeof text_, __VA_ARGS__);                  \
-    ::cuda_emulation::kernel_failure(text_, __FILE__, __LINE__); \
-  } while (false)
 #define FLOWTT_COUNT(name, amount) ::cuda_emulation::count(name, amount)
 #else
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
-#include <cstdio>
 #include <utility>
 #define FLOWTT_INLINE __device__ __forceinline__
 #define FLOWTT_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define FLOWTT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   ::flowtt::launch(kernel, grid, block, shared_bytes, stream, __VA_ARGS__)
-#define FLOWTT_KERNEL_FAILURE(...) \
-  do {                             \
-    printf(__VA_ARGS__);           \
-    __trap();                      \
-  } while (false)
 #define FLOWTT_COUNT(name, amount) static_cast<void>(0)  // work that the emulator counts
 #endif
 

@@ -12,7 +12,9 @@ __device__ __forceinline__ void pool_bag(const DeviceBatch& batch, const DeviceP
                                          float* output) {
   const int lane = threadIdx.x % 32;
   const BagPlace place = bag_place(batch, bag);
-  const int begin = static_cast<int>(offset_at(batch, bag)), end = static_cast<int>(offset_at(batch, bag + 1));
+  const int begin = static_cast<int>(offset_at(batch, bag));
+  // A failed batch's offsets may be anything.
+  const int end = has_no_rows(plan) ? begin : static_cast<int>(offset_at(batch, bag + 1));
   for (int base = lane; base < place.dim; base += 32 * kColumns) {
     float sum[kColumns] = {};
     bool empty = true;

@@ -11,6 +11,7 @@ __global__ void factor_gradients(DeviceBatch batch, DevicePlan plan, Pooling poo
   const int lookup = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lookup >= batch.num_lookups) return;  // the whole warp
   const int bag = plan.bags[lookup], number = wave_row(plan, row_of_lookup[lookup]);
+  if (has_no_rows(plan) && lane == 0) gradients[lookup] = 0.f;
   if (number < 0) return;
   const BagPlace place = bag_place(batch, bag);
   const float* const row = rows + int64_t{number} * row_stride;
