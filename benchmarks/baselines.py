@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -252,9 +252,9 @@ class TensorlyTorch(_PerTable):
     @staticmethod
     def missing() -> str | None:
         """Why it cannot run, if it cannot."""
-        if importlib.util.find_spec("tltorch") is None:
-            return "tensorly-torch is not installed (pip install tensorly-torch): left out"
-        return None
+        modules = {"tensorly": "tensorly", "tensorly-torch": "tltorch"}
+        absent = [name for name, module in modules.items() if find_spec(module) is None]
+        return f"tensorly-torch is left out; to have it: pip install {' '.join(absent)}" if absent else None
 
     @property
     def num_parameters(self) -> int:

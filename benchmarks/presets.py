@@ -99,7 +99,7 @@ PRESETS = {
         Effort(rounds=5, seconds=4, visit_seconds=0.03),
         Effort(rounds=5, seconds=9, visit_seconds=0.03),
     ),
-    # What docs and plots are made from.
+    # Every sweep; docs and plots are made from it. About 40 minutes.
     "full": Preset(
         "full",
         (
@@ -117,8 +117,8 @@ PRESETS = {
             "shapes",
             "flow_shapes",
         ),
-        Effort(rounds=15, seconds=60),
-        Effort(rounds=9, seconds=90),
+        Effort(rounds=9, seconds=30),
+        Effort(rounds=5, seconds=30),
         pooled_lookups=655_360,
         tables=(1, 8, 64, 240, 788),
         lookups_a_table=(32, 256, 2048),
