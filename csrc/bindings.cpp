@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "cpu/buffer.h"
 #include "cpu/flow_plan.h"
 #include "cpu/isa.h"
 #include "cpu/pooled_backward.h"
@@ -216,9 +218,18 @@ void with_type(const Tensor& weights, const Body& body) {
   compute_type(weights) == ScalarType::Float ? body(float{}) : body(double{});
 }
 
-// An uninitialised tensor of that type.
+// Malloc hands out larger ones without pages every time, or may; then filling them takes longer than making rows.
+constexpr size_t kPooledTensor = size_t{4} << 20;
+
+// An uninitialised tensor of that type, of one or two dimensions.
 Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  return torch::stable::new_empty(weights, sizes, compute_type(weights));
+  const ScalarType type = compute_type(weights);
+  size_t bytes = type == ScalarType::Double ? sizeof(double) : sizeof(float);
+  for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
+  if (bytes < kPooledTensor) return torch::stable::new_empty(weights, sizes, type);
+  const std::array<int64_t, 2> strides{sizes.size() == 2 ? sizes[1] : 1, 1};
+  return torch::stable::from_blob(cpu::allocate(bytes), sizes, {strides.data(), sizes.size()}, weights.device(), type,
+                                  [bytes](void* memory) { cpu::release_output(memory, bytes); });
 }
 
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -309,6 +311,51 @@ def test_an_output_larger_than_caches(threads):
     every = [to_dense(core, spec.num_embeddings) for core, spec in zip(cores, layout.specs)]
     expected = torch.cat([rows[i] * of[:, None] for rows, i, of in zip(every, ids, lengths)], dim=1)
     assert_near(output, expected)
+
+
+def test_memory_of_large_outputs_is_used_again_when_nobody_has_it():
+    layout, batch_size = layout_of("rank_32"), 40_000
+    ids = torch.arange(batch_size) % layout.specs[0].num_embeddings
+    weights, offsets = random_weights(layout, torch.float32), torch.arange(batch_size + 1)
+    with ops.use_backend("native"):
+        held = [ops.lookup(weights + k, layout, ids, offsets) for k in range(12)]
+        size, view = held[0].nbytes, held[0][5]
+        assert size > 8 << 20
+        rows = [output[5].clone() for output in held]
+        before = allocated_bytes()
+        del held
+        assert before - allocated_bytes() > 8 * size  # not of the one with a view, and two are kept
+        again = [ops.lookup(weights + k, layout, ids, offsets) for k in range(12)]
+    assert torch.equal(view, rows[0])
+    assert all(torch.equal(output[5], row) for output, row in zip(again, rows, strict=True))
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    )
+
+
+def allocated_bytes():
+    """What malloc has given out; how much of the rest it returns to the system depends on what ran before."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs the mallinfo2 of glibc 2.33")
+    libc.mallinfo2.restype = Mallinfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])

@@ -4,9 +4,11 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
+#include <limits>
 #include <mutex>
 #include <new>
 
@@ -15,6 +17,8 @@ namespace {
 
 constexpr size_t kLarge = size_t{1} << 20;
 constexpr size_t kHugePage = size_t{2} << 20;
+// Callers may hold many outputs and let go of all at once. A loop needs one, or two if it holds one to the next step.
+constexpr int64_t kOutputsKept = 2;
 
 size_t rounded_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -22,6 +26,15 @@ void* from_system(size_t bytes, size_t alignment) {
   void* memory = std::aligned_alloc(alignment, rounded_up(bytes, alignment));
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
+}
+
+// To get 4 KB at a time takes longer than to fill them, and rows are read and written in random order.
+void prefer_large_pages(void* memory, size_t bytes) {
+#ifdef __linux__
+  madvise(memory, bytes, MADV_HUGEPAGE);  // only a hint
+#else
+  (void)memory, (void)bytes;
+#endif
 }
 
 // Blocks come in few sizes, so that calls of nearly the same size share them: an eighth of a power of two apart.
@@ -47,13 +60,19 @@ class LargeBlocks {
       }
     }
     void* memory = from_system(bytes, kHugePage);
-    prefer_large_pages(memory, bytes);  // also since rows are read and written in random order
+    prefer_large_pages(memory, bytes);
     return memory;
   }
 
-  void put(void* memory, size_t bytes) {
+  // Keeps the block, unless `most` of its size are here already.
+  void put(void* memory, size_t bytes, int64_t most) {
+    bytes = block_size(bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
-    blocks_.push_back({memory, block_size(bytes), clock_});
+    if (std::count_if(blocks_.begin(), blocks_.end(), [=](const Block& b) { return b.bytes == bytes; }) >= most) {
+      std::free(memory);
+      return;
+    }
+    blocks_.push_back({memory, bytes, clock_});
     while (clock_ - blocks_.front().clock > kPatience) {
       std::free(blocks_.front().memory);
       blocks_.erase(blocks_.begin());
@@ -82,24 +101,21 @@ LargeBlocks& large_blocks() {
 
 }  // namespace
 
-void prefer_large_pages(void* memory, size_t bytes) {
-#ifdef __linux__
-  auto* start = static_cast<char*>(memory);
-  const size_t before = -reinterpret_cast<uintptr_t>(memory) % kHugePage;
-  if (bytes < before + kHugePage) return;
-  madvise(start + before, (bytes - before) / kHugePage * kHugePage, MADV_HUGEPAGE);  // only a hint
-#else
-  (void)memory, (void)bytes;
-#endif
-}
-
 void* allocate(size_t bytes) { return bytes < kLarge ? from_system(bytes, kAlignment) : large_blocks().take(bytes); }
 
 void release(void* memory, size_t bytes) {
   if (memory == nullptr || bytes < kLarge) {
     std::free(memory);
   } else {
-    large_blocks().put(memory, bytes);
+    large_blocks().put(memory, bytes, std::numeric_limits<int64_t>::max());
+  }
+}
+
+void release_output(void* memory, size_t bytes) {
+  if (bytes < kLarge) {
+    std::free(memory);
+  } else {
+    large_blocks().put(memory, bytes, kOutputsKept);
   }
 }
 

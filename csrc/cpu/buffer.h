@@ -16,10 +16,8 @@ constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
 void* allocate(size_t bytes);
 void release(void* memory, size_t bytes);
 
-// Asks the system for large pages where there are none yet, of memory that is about to be written as a whole: malloc
-// hands out the largest blocks without pages, and to get 4 KB at a time takes longer than to make the rows that go
-// there.
-void prefer_large_pages(void* memory, size_t bytes);
+// As `release`, for what a caller had: only few blocks of a size are kept.
+void release_output(void* memory, size_t bytes);
 
 // An aligned array of plain data. Pages that are never written take no memory, so a generous size is cheap.
 template <class T>

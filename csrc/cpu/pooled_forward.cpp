@@ -286,7 +286,6 @@ class Forward {
 
 template <class T>
 void pooled_forward(const Executor& executor, const Lookup<T>& lookup, T* output) {
-  prefer_large_pages(output, static_cast<size_t>(lookup.batch.batch_size * lookup.total_dim) * sizeof(T));
   Forward<T>(executor, lookup, output).run();
 }
 
