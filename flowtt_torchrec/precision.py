@@ -47,19 +47,19 @@ def rounding_seed(seed: int, step: int) -> int:
 
 
 def random_bits(seed: int, elements: Tensor) -> Tensor:
-    """32 random bits for each element: the upper half of splitmix64(seed * 2^40 + element).
+    """16 random bits for each element: those from ``16 * (element % 4)`` on of splitmix64(seed * 2^40 + element // 4).
 
     Args:
         seed: changes all bits; its lowest 24 bits count.
         elements: int64 places in the flat weights, of any shape.
 
     Returns:
-        int64 in ``[0, 2^32)``, shaped as ``elements``.
+        int64 in ``[0, 2^16)``, shaped as ``elements``.
     """
-    x = elements + _signed(seed << 40) + _signed(0x9E3779B97F4A7C15)  # integers of torch wrap around
+    x = elements // 4 + _signed(seed << 40) + _signed(0x9E3779B97F4A7C15)  # integers of torch wrap around
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(x ^ _shift(x, 31), 32)
+    return (x ^ _shift(x, 31)) >> elements % 4 * 16 & 0xFFFF
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, random: Tensor) -> 
         normal = _round_off(values, random, 0x1FFF).to(dtype)
         units = values.abs() * 2.0**24  # float16 below 2^-14 is a whole number of these
         below = units.floor()
-        up = (random >> 8).float() * 2.0**-24 < units - below
+        up = random.float() * 2.0**-16 < units - below
         small = ((below + up) * 2.0**-24).copysign(values).to(dtype)
         rounded = torch.where(values.abs() < 2.0**-14, small, normal)
     return torch.where(values.isfinite(), rounded, values.to(dtype))

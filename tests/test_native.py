@@ -331,21 +331,7 @@ def test_memory_of_large_outputs_is_used_again_when_nobody_has_it():
 
 
 class Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in ("arena", *"bcd", "hblkhd", *"fg", "uordblks", *"ij"))
 
 
 def allocated_bytes():

@@ -30,12 +30,17 @@ FLOWTT_ROUNDING float float_of(uint32_t bits) {
   return x;
 }
 
-// 32 random bits for one element of the weights: the upper half of a step of splitmix64.
-FLOWTT_ROUNDING uint32_t random_bits(uint64_t seed, uint64_t element) {
-  uint64_t x = (seed << 40) + element + 0x9E3779B97F4A7C15u;
+// A step of splitmix64 makes 16 random bits for each of four neighbouring elements of the weights, the first's lowest.
+constexpr uint64_t kRandomElements = 4;
+FLOWTT_ROUNDING uint64_t random_word(uint64_t seed, uint64_t word) {
+  uint64_t x = (seed << 40) + word + 0x9E3779B97F4A7C15u;
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-  return static_cast<uint32_t>((x ^ x >> 31) >> 32);
+  return x ^ x >> 31;
+}
+// 16 random bits for one element.
+FLOWTT_ROUNDING uint32_t random_bits(uint64_t seed, uint64_t element) {
+  return random_word(seed, element / kRandomElements) >> (16 * (element % kRandomElements)) & 0xffffu;
 }
 
 FLOWTT_ROUNDING float from_bfloat16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
@@ -57,7 +62,7 @@ FLOWTT_ROUNDING uint16_t bfloat16_to_nearest(float x) {
 FLOWTT_ROUNDING uint16_t bfloat16_stochastic(float x, uint32_t random) {
   const uint32_t bits = bits_of(x);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-  return finite ? static_cast<uint16_t>((bits + (random & 0xffffu)) >> 16) : bfloat16_to_nearest(x);
+  return finite ? static_cast<uint16_t>((bits + random) >> 16) : bfloat16_to_nearest(x);
 }
 
 // From the bits of a positive float of at least 2^-14 whose low 13 bits do not count.
@@ -83,7 +88,7 @@ FLOWTT_ROUNDING uint16_t float16_stochastic(float x, uint32_t random) {
   const float units = magnitude < 0x38800000u ? float_of(magnitude) * 0x1p24f : 0.0f;
   const int32_t below = static_cast<int32_t>(units);
   const float fraction = units - static_cast<float>(below);
-  const bool up = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f < fraction;
+  const bool up = static_cast<float>(static_cast<int32_t>(random)) * 0x1p-16f < fraction;
   const uint32_t small = static_cast<uint32_t>(below + static_cast<int32_t>(up));
   return join_float16(bits, small, normal_float16(magnitude + (random & 0x1fffu)));
 }
