@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from flowtt_torchrec.datasets.base import DataError
 
@@ -25,7 +25,7 @@ def read_lines(path: Path) -> Iterator[list[bytes]]:
     try:
         with _open(path) as stream:
             rest = b""
-            while chunk := stream.read(_CHUNK_BYTES):
+            for chunk in _chunks(stream):
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MAX_LINE_BYTES:
@@ -42,9 +42,28 @@ def read_lines(path: Path) -> Iterator[list[bytes]]:
         raise DataError(f"{path}: cannot be read after line {count} ({error.strerror})") from None
 
 
-def _open(path: Path) -> BinaryIO:
+def _chunks(stream: BufferedIOBase) -> Iterator[bytes]:
+    """About a megabyte each. What can be read before an error is given out first, so that its line is counted."""
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            piece = stream.read1(_CHUNK_BYTES)
+        except Exception:
+            yield b"".join(pieces)
+            raise
+        pieces.append(piece)
+        size += len(piece)
+        if size >= _CHUNK_BYTES or not piece:
+            yield b"".join(pieces)
+            pieces, size = [], 0
+        if not piece:
+            return
+
+
+def _open(path: Path) -> BufferedIOBase:
     with open(path, "rb") as stream:
         zipped = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     if path.suffix == ".gz" and not zipped:
         raise DataError(f"{path}: the name ends in .gz, but the content is not gzip data")
-    return cast(BinaryIO, gzip.open(path, "rb")) if zipped else open(path, "rb")
+    return gzip.open(path, "rb") if zipped else open(path, "rb")

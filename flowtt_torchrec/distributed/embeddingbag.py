@@ -24,6 +24,7 @@ from torchrec.distributed.types import (
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.column_shards import check_columns
@@ -40,6 +41,7 @@ from flowtt_torchrec.distributed.sharding import (
 )
 from flowtt_torchrec.distributed.shared_kernel import TTSharedEmbeddingBag
 from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
+from flowtt_torchrec.distributed.variable_batch import with_inverse_indices_in_order
 from flowtt_torchrec.spec import TTSpec
 
 CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -75,6 +77,14 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for config in self._embedding_bag_configs:
             if self.module_sharding_plan[config.name].sharding_type not in ROW_TYPES:
                 self._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """As in TorchRec, with the right lengths for row-wise means of features with a batch size of their own."""
+        means = PoolingType.MEAN.value in self._pooling_type_to_rs_features
+        if means and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+            order = [name for sharding in self._embedding_shardings for name in sharding.feature_names()]
+            features = with_inverse_indices_in_order(features, order)
+        return super().input_dist(ctx, features)
 
     @classmethod
     def create_embedding_bag_sharding(

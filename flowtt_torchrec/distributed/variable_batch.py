@@ -6,8 +6,30 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Strides = Sequence[Sequence[int]]
+
+
+def with_inverse_indices_in_order(features: KeyedJaggedTensor, order: Sequence[str]) -> KeyedJaggedTensor:
+    """The same batch, its inverse indices in the order of these features, if those are all of them, once each.
+
+    TorchRec divides row-wise means by lengths in the order of the plan, which it takes from inverse indices as if they
+    were in that order; only where features repeat it looks at names.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None or list(order) == inverse[0] or sorted(order) != sorted(inverse[0]):
+        return features
+    places = torch.tensor([inverse[0].index(name) for name in order], device=inverse[1].device)
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank(),
+        inverse_indices=(list(order), inverse[1][places]),
+    )
 
 
 def even_offsets(offsets: Tensor, strides: Sequence[int]) -> Tensor:

@@ -158,6 +158,53 @@ def test_quantised_communication(
     two_ranks.run(with_codecs, precisions, make_tables)
 
 
+def outcome_of_codecs(
+    rank: int, world_size: int, config: QCommsConfig, places: tuple[Any, ...], tolerance: float, dense: bool
+) -> str:
+    """ "works", if rows and weights after a step are near those without a codec, or what TorchRec says."""
+    tables = [table for table in shared_tables() if table.place in places]
+    registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    sgd = (torch.optim.SGD, {"lr": 0.2})
+    coded = shard(tables, world_size, sgd, dense=dense, qcomm_codecs_registry=registry)
+    plain = shard(tables, world_size, sgd, dense=dense)
+    plain.load_state_dict(coded.state_dict())
+    start = full_state(plain, tables)
+    features, targets = make_batch(tables, 32, rank)  # INT8 and MX4 want numbers for a rank in groups of 32
+    columns = []
+    for model in (plain, coded):
+        try:
+            output, pooled = model(features)
+            (output - targets).square().mean().backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        columns.append(pooled.detach())
+    assert not torch.equal(*columns)
+    assert (columns[1] - columns[0]).abs().max() < tolerance * columns[0].abs().max()
+    expected, end = full_state(plain, tables), full_state(coded, tables)
+    for name, value in expected.items():
+        assert (end[name] - value).abs().max() < tolerance * (value - start[name]).abs().max(), name
+    return "works"
+
+
+@pytest.mark.parametrize(
+    "places", [(1, (1, 0), (0, 1, 0, 0), "twcw"), ("rw", "twrw0")], ids=["all to all", "scattered"]
+)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(CommType.INT8, 0.05), (CommType.MX4, 0.5), (CommType.FP8, 0.1)], ids=lambda v: str(v)
+)
+def test_codecs_of_8_bits_and_less_do_what_they_do_with_dense_tables(
+    two_ranks: Ranks, precision: CommType, tolerance: float, places: tuple[Any, ...]
+) -> None:
+    """TorchRec has no FP8 of rows on a CPU, and no INT8 of row-wise tables' rows; of these it makes FP16."""
+    config = QCommsConfig(precision, precision, fp8_quantize_dim=16 if precision == CommType.FP8 else None)
+    of_dense, of_trains = (
+        two_ranks.run(outcome_of_codecs, config, places, tolerance, dense) for dense in (True, False)
+    )
+    assert of_trains == of_dense
+    if precision != CommType.FP8 and "rw" not in places:
+        assert of_trains == ["works", "works"]
+
+
 def resumed(rank: int, world_size: int, folder: str, make_tables: Any) -> None:
     """A checkpoint of bfloat16 cores, float32 state and the number of steps goes on to the same bits."""
     tables = stored_in(DataType.BF16, make_tables())

@@ -53,6 +53,7 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
         ["sharding_infos", "env", "device", "permute_embeddings", "qcomm_codecs_registry"],
     ),
     (ShardedEmbeddingBagCollection._initialize_torch_state, ["self", "skip_registering"]),
+    (ShardedEmbeddingBagCollection.input_dist, ["self", "ctx", "features"]),
     (ShardedEmbeddingBagCollection.reset_parameters, ["self"]),
     (ShardedEmbeddingBagCollection._pre_load_state_dict_hook, ["self", "state_dict", "prefix", "args"]),
     (ShardedEmbeddingBagCollection.update_shards, ["self", "changed_sharding_params", "env", "device"]),

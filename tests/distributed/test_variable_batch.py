@@ -42,6 +42,7 @@ def tables_of(case: str) -> list[Table]:
         "column-wise": [((0, 1), True), (1, True), ((1, 0), False)],
         "data-parallel": [("dp", True), ("dp", True), (1, False)],
         "row-wise": [("rw", True), ("rw", False), (0, True)],
+        "row-wise, not first": [(0, True), ("rw", True), (1, False), ("rw", True)],
     }
     return [
         Table(f"t{i}", 60, 16, (f"f{i}", f"g{i}") if i == 0 else (f"f{i}",), place, SPEC if tt else None)
@@ -58,6 +59,7 @@ def tables_of(case: str) -> list[Table]:
         ("column-wise", "variable"),
         ("data-parallel", "variable"),
         ("row-wise", "variable"),
+        ("row-wise, not first", "variable mean"),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -12,11 +12,12 @@ import torchrec.optim
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from twins import Reference, Table, all_optimizers, feature_rows, full_state, make_batch, materialised, shard
+from twins import Optimizer, Reference, Table, feature_rows, full_state, make_batch, materialised, shard
 
 TOLERANCE = 1e-4  # of weights, outputs and losses, after any number of steps
-Optimizer = tuple[str, type[torch.optim.Optimizer], dict[str, Any]]
 
 # eps well above rounding: where a gradient is all but zero, Adagrad would turn its rounding error into a full step
 SGD: Optimizer = ("sgd", torch.optim.SGD, {"lr": 0.2})
@@ -89,9 +90,10 @@ def trainable(tables: Iterable[Table], kind: str, mode: str) -> list[Table]:
     """The tables without those that TorchRec itself does not train as the reference does."""
 
     def stock_can(table: Table) -> bool:
-        if kind == "rowwise_adagrad" and isinstance(table.place, tuple):
+        of_table = table.optimizer[0] if table.optimizer else kind
+        if of_table == "rowwise_adagrad" and isinstance(table.place, tuple):
             return False  # one accumulator a shard of a row, not one a row
-        return "variable" not in mode or (kind != "adagrad" and table.place != "dp")  # FBGEMM's CPU kernels
+        return "variable" not in mode or (of_table != "adagrad" and table.place != "dp")  # FBGEMM's CPU kernels
 
     return [table for table in tables if table.spec is not None or stock_can(table)]
 
@@ -102,6 +104,25 @@ def dense_optimizer_like(optimizer: Optimizer) -> Any:
     dense_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}.get(kind, torch.optim.Adagrad)
     kwargs = {name: value for name, value in kwargs.items() if name != "weight_decay"}
     return lambda parameters: dense_class(parameters, **kwargs)
+
+
+def all_of_them(
+    model: DistributedModelParallel, reference: Reference, optimizer: Optimizer
+) -> tuple[CombinedOptimizer, list[torch.optim.Optimizer]]:
+    """All optimizers of the model, and those of the reference that torch has: of data-parallel tables and the rest."""
+    left = dict(in_backward_optimizer_filter(model.named_parameters()))
+    combined, plain = [model.fused_optimizer], []
+    for table in reference.tables:
+        if table.place == "dp" and table.optimizer is not None:
+            make = dense_optimizer_like(table.optimizer)
+            own = {name: left.pop(name) for name in list(left) if f"embedding_bags.{table.name}." in name}
+            combined.append(KeyedOptimizerWrapper(own, make))
+            plain.append(make(reference.of_table(table)))
+    make = dense_optimizer_like(optimizer)
+    others = [table.name for table in reference.tables if table.place == "dp" and table.optimizer is None]
+    combined.append(KeyedOptimizerWrapper(left, make))
+    plain.append(make([*reference.over.parameters(), *reference.leaves(others)]))
+    return CombinedOptimizer(combined), plain
 
 
 def same_training(
@@ -115,23 +136,20 @@ def same_training(
     """Every step must give the reference's columns and loss, and the end its weights, replicas equal to the bit.
 
     Args:
-        mode: one or several of the words sum, mean, weighted, and variable for a batch size a feature; or "as is" for
-            the tables' own pooling.
+        mode: one or several of the words sum, mean, weighted, and variable for a batch size a feature; with "as is"
+            tables keep their own pooling.
+        optimizer: of tables without one of their own, and of the dense layers.
     """
     kind, optimizer_class, kwargs = optimizer
     tables = trainable(tables, kind, mode)
-    if mode != "as is":
+    if "as is" not in mode:
         pooling = PoolingType.MEAN if "mean" in mode else PoolingType.SUM
         tables = [dataclasses.replace(table, pooling=pooling) for table in tables]
     weighted = "weighted" in mode
     model = shard(tables, world_size, (optimizer_class, kwargs), weighted=weighted)
-    make = dense_optimizer_like(optimizer)
-    optimizers = all_optimizers(model, make)
     start = full_state(model, tables)
     reference = Reference(tables, start, model.module.over)
-    plain = make(
-        [*reference.over.parameters(), *reference.leaves([table.name for table in tables if table.place == "dp"])]
-    )
+    optimizers, plain = all_of_them(model, reference, optimizer)
     settings = {name: kwargs[name] for name in ("betas",) if name in kwargs}
     for step in range(steps):
         batches = batches_of(tables, world_size, step % 3, mode)
@@ -147,7 +165,8 @@ def same_training(
         torch.testing.assert_close(columns, reference.columns(written_out), atol=TOLERANCE, rtol=0)
         expected = reference.loss([(full, y) for _, full, y in batches])
         expected.backward()
-        plain.step()
+        for of_some in plain:
+            of_some.step()
         decay = kwargs.get("weight_decay", 0.0)
         given = [(features, y) for features, _, y in batches]  # touched: also bags that no sample is made of
         reference.fused_step(given, kind, kwargs["lr"], kwargs.get("eps", 0.0), decay, **settings)

@@ -31,6 +31,7 @@ from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, shardin
 from flowtt_torchrec.spec import TTSpec
 
 CPU = torch.device("cpu")
+Optimizer = tuple[str, type[torch.optim.Optimizer], dict[str, Any]]  # kind, what is asked for, its arguments
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Table:
     spec: TTSpec | None = None
     pooling: PoolingType = PoolingType.SUM
     data_type: DataType = DataType.FP32
+    optimizer: Optimizer | None = None  # instead of the model's
 
     def config(self) -> EmbeddingBagConfig:
         return EmbeddingBagConfig(
@@ -196,7 +198,7 @@ def shard(
     model = Model(tables, weighted=weighted)
     if optimizer is not None:
         for table in tables:
-            fused_class, kwargs = optimizer
+            fused_class, kwargs = table.optimizer[1:] if table.optimizer else optimizer
             if fused_class is torch.optim.Adam and table.spec is None:  # FBGEMM has no Adam on the CPU
                 fused_class, kwargs = torch.optim.SGD, {"lr": kwargs["lr"]}
             parameters = model.ebc.embedding_bags[table.name].parameters()
@@ -336,34 +338,47 @@ class Reference:
         decay: float,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        """The fused update of all tables that are not data-parallel, from the gradients in their leaves."""
+        """The fused update of all tables that are not data-parallel, from the gradients in their leaves.
+
+        The arguments are for tables without an optimizer of their own.
+        """
         self.steps += 1
         for table in self.tables:
             if table.place == "dp":
                 continue
             ids = torch.cat([f.to_dict()[feature].values() for f, _ in batches for feature in table.features])
-            touched = digits(ids, table.spec.p) if table.spec else [ids]
-            for k, (w, index) in enumerate(zip(self.of_table(table), touched)):
-                assert w.grad is not None
-                mask = torch.zeros(w.shape[0], dtype=torch.bool).index_fill(0, index, True)
-                mask = mask.view(-1, *[1] * (w.dim() - 1))
-                if kind == "adam" and table.spec is not None:
-                    m, v = (self.momentum.setdefault(f"{table.name}.{k}.{i}", torch.zeros_like(w)) for i in range(2))
-                    m.copy_(torch.where(mask, betas[0] * m + (1 - betas[0]) * w.grad, m))
-                    v.copy_(torch.where(mask, betas[1] * v + (1 - betas[1]) * w.grad.square(), v))
-                    m_hat, v_hat = m / (1 - betas[0] ** self.steps), v / (1 - betas[1] ** self.steps)
-                    w -= lr * mask * (m_hat / (v_hat.sqrt() + eps) + decay * w)
-                    continue
-                g = torch.where(mask, w.grad + decay * w, 0.0)
-                if kind in ("sgd", "adam"):  # FBGEMM has no Adam on the CPU: see `shard`
-                    w -= lr * g
-                    continue
-                square = g.square()
-                if kind == "rowwise_adagrad":
-                    square = square.flatten(1).mean(1).view_as(mask)
-                m = self.momentum.setdefault(f"{table.name}.{k}", torch.zeros_like(square))
-                m += square
-                w -= lr * g / (m.sqrt() + eps)
+            if table.optimizer is None:
+                self._step_table(table, ids, kind, lr, eps, decay, betas)
+                continue
+            own, _, kwargs = table.optimizer
+            numbers = (kwargs.get(name, 0.0) for name in ("lr", "eps", "weight_decay"))
+            self._step_table(table, ids, own, *numbers, kwargs.get("betas", betas))
+
+    def _step_table(
+        self, table: Table, ids: Tensor, kind: str, lr: float, eps: float, decay: float, betas: tuple[float, float]
+    ) -> None:
+        touched = digits(ids, table.spec.p) if table.spec else [ids]
+        for k, (w, index) in enumerate(zip(self.of_table(table), touched)):
+            assert w.grad is not None
+            mask = torch.zeros(w.shape[0], dtype=torch.bool).index_fill(0, index, True)
+            mask = mask.view(-1, *[1] * (w.dim() - 1))
+            if kind == "adam" and table.spec is not None:
+                m, v = (self.momentum.setdefault(f"{table.name}.{k}.{i}", torch.zeros_like(w)) for i in range(2))
+                m.copy_(torch.where(mask, betas[0] * m + (1 - betas[0]) * w.grad, m))
+                v.copy_(torch.where(mask, betas[1] * v + (1 - betas[1]) * w.grad.square(), v))
+                m_hat, v_hat = m / (1 - betas[0] ** self.steps), v / (1 - betas[1] ** self.steps)
+                w -= lr * mask * (m_hat / (v_hat.sqrt() + eps) + decay * w)
+                continue
+            g = torch.where(mask, w.grad + decay * w, 0.0)
+            if kind in ("sgd", "adam"):  # FBGEMM has no Adam on the CPU: see `shard`
+                w -= lr * g
+                continue
+            square = g.square()
+            if kind == "rowwise_adagrad":
+                square = square.flatten(1).mean(1).view_as(mask)
+            m = self.momentum.setdefault(f"{table.name}.{k}", torch.zeros_like(square))
+            m += square
+            w -= lr * g / (m.sqrt() + eps)
 
     def state(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.parameters.items()}
