@@ -28,6 +28,11 @@ for backend in ("reference", "native"):
         results.append((output.detach(), torch.autograd.grad(output.sum(), weights)[0]))
 for expected, actual in zip(*results):
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+try:
+    ops.lookup(weights, layout, torch.tensor([0, 100]), torch.tensor([0, 1, 2]))
+except IndexError as error:
+    print("An index out of range says:", error)
+ops.synchronize()  # there is nothing to wait for
 keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 arguments = layout.tables, layout.table_names, layout.features, indices, offsets, 0, 0
 try:

@@ -16,13 +16,18 @@ from flowtt_torchrec.compiled import CompiledOps
 BACKEND = "cuda-emulated"
 
 
-def build_ops(mode: str, special: Mapping[Path, Sequence[str]] | None = None) -> Path:
+SOURCES = sorted((build.ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def build_ops(
+    mode: str, sources: Sequence[Path] = SOURCES, special: Mapping[Path, Sequence[str]] | None = None
+) -> Path:
     """Builds the library of the ops; its namespace in ``torch.ops`` is ``flowtt_emulated``."""
     root, lib = build.ROOT, Path(torch.__file__).parent
     return build.build(
         "ops",
         mode,
-        sorted((root / "csrc" / "cuda").glob("*.cu")),
+        sources,
         [root / "csrc" / "bindings_cuda.cpp"],
         ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-isystem", str(lib / "include")],
         [f"-L{lib / 'lib'}", "-ltorch_cpu"],

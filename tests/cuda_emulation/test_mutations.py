@@ -18,17 +18,17 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-HEADERS = build.ROOT / "csrc" / "include" / "flowtt"
+CSRC = build.ROOT / "csrc"
 CHECKER = "RACE|UNINITIALISED|OUT OF BOUNDS|DEADLOCK|LIVELOCK|divergent|exited|never waited for"
 WRONG = "AssertionError: error"
 
 
 class Mutation(NamedTuple):
     name: str
-    header: str  # where
+    file: str  # where: a header, or a source of launches
     old: str  # must be there once
     new: str
-    sources: str  # compiled anew
+    source: str  # compiled anew
     report: str  # what must be said
 
 
@@ -218,6 +218,119 @@ MUTATIONS = [
         "RACE",
     ),
     Mutation(
+        "carry of the last span is dropped",
+        "row_gradients.cuh",
+        "s <= last_span; s += step",
+        "s < last_span; s += step",
+        "backward",
+        WRONG,
+    ),
+    Mutation(
+        "carries are summed beyond the end of the row",
+        "row_gradients.cuh",
+        "p.plan.row_starts[row + 1] <= last * 32",
+        "p.plan.row_starts[row + 1] <= first * 32",
+        "backward",
+        f"UNINITIALISED|{WRONG}",
+    ),
+    Mutation(
+        "last level of carries is not summed",
+        "backward.cu",
+        "spans_ > 32 * stride;",
+        "spans_ > 32 * 32 * stride;",
+        "backward",
+        WRONG,
+    ),
+    Mutation(
+        "carries are read before they are summed",
+        "backward.cu",
+        """    for (int stride = 1; spans_ > 32 * stride; stride *= 32) {""",
+        """    check(FLOWTT_LAUNCH(add_carries, grid, kThreads, 0, context_.stream, arguments), "add_carries");
+    for (int stride = 1; spans_ > 32 * stride; stride *= 32) {""",
+        "backward",
+        WRONG,
+    ),
+    Mutation(
+        "waves end one row early",
+        "waves.cuh",
+        "min(begin + wave_rows, num_rows)",
+        "min(begin + wave_rows - 1, num_rows)",
+        "setting",
+        f"{CHECKER}|{WRONG}",
+    ),
+    Mutation(
+        "all waves work on the first one's rows",
+        "setting.cu",
+        "wave.row_keys += wave.begin_row;",
+        "",
+        "setting",
+        WRONG,
+    ),
+    Mutation(
+        "first row of the next wave is taken for one of this",
+        "device_batch.cuh",
+        "row - plan.begin_row < plan.counts[0]",
+        "row - plan.begin_row <= plan.counts[0]",
+        "backward",
+        f"{CHECKER}|{WRONG}",
+    ),
+    Mutation(
+        "bags of a later wave overwrite those before",
+        "pooling.cuh",
+        "plan.begin_row > 0 ? to + scale * sum[i] : scale * sum[i]",
+        "scale * sum[i]",
+        "forward",
+        WRONG,
+    ),
+    Mutation(
+        "checkpoints of the wave before are taken",
+        "rows.cu",
+        "if (checkpoints.states != nullptr) {",
+        "if (checkpoints.states != nullptr && wave.begin_row == 0) {",
+        "rows",
+        WRONG,
+    ),
+    Mutation(
+        "failed batch is looked up",
+        "flow_plan.cuh",
+        "counts[0] = faults->failed ? 0 : rows;",
+        "counts[0] = rows;",
+        "flow_plan",
+        WRONG,
+    ),
+    Mutation(
+        "row out of range goes into the key",
+        "flow_plan.cuh",
+        "    row = 0;\n",
+        "",
+        "flow_plan",
+        "OUT OF BOUNDS",
+    ),
+    Mutation(
+        "gradients of a failed batch's weights are not written",
+        "row_gradients.cuh",
+        "if (has_no_rows(plan) && lane == 0) gradients[lookup] = 0.f;",
+        "",
+        "backward",
+        WRONG,
+    ),
+    Mutation(
+        "fault is found and not told",
+        "faults.cuh",
+        "state = FaultRecord::kWritten;",
+        "",
+        "report",
+        WRONG,
+    ),
+    Mutation(
+        "fault is told again and again",
+        "report.cu",
+        "__atomic_store_n(&record.state, unsigned{FaultRecord::kFree}, __ATOMIC_RELEASE);",
+        "",
+        "report",
+        "IndexError",
+    ),
+    Mutation(
         "flows are cut one bit too high",
         "flow_plan.cuh",
         ">> table.digit_shift[0] != 0",
@@ -310,13 +423,17 @@ MUTATIONS = [
 
 def attempt(mutation: Mutation, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs the checked build with one bug."""
-    text = (HEADERS / mutation.header).read_text()
-    assert text.count(mutation.old) == 1, f"{mutation.header} has changed: adapt this mutation"
-    mutated = folder / "flowtt" / mutation.header
+    source = CSRC / "cuda" / f"{mutation.source}.cu"
+    original = source if mutation.file == source.name else CSRC / "include" / "flowtt" / mutation.file
+    text = original.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file} has changed: adapt this mutation"
+    mutated = folder / "flowtt" / mutation.file
     mutated.parent.mkdir(parents=True)
     mutated.write_text(text.replace(mutation.old, mutation.new))
-    source = build.ROOT / "csrc" / "cuda" / f"{mutation.sources}.cu"
-    return checked_run.start(emulated.build_ops("checked", {source: [f"-I{folder}"]}))
+    if original == source:
+        sources = [mutated if path == source else path for path in emulated.SOURCES]
+        return checked_run.start(emulated.build_ops("checked", sources))
+    return checked_run.start(emulated.build_ops("checked", special={source: [f"-I{folder}"]}))
 
 
 @pytest.fixture(scope="module")
