@@ -12,6 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flowtt/batch.h"
@@ -139,6 +140,64 @@ inline Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t n
           "; allowed: 0 to ", num_tables - 1);
   }
   return batch;
+}
+
+inline Flow read_flow(int64_t number) {
+  check(0 <= number && number <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", number);
+  return static_cast<Flow>(number);
+}
+
+inline BoundsCheckMode read_bounds_check_mode(int64_t number) {
+  check(0 <= number && number <= 2, "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", number);
+  return static_cast<BoundsCheckMode>(number);
+}
+
+inline PoolingMode read_pooling_mode(int64_t number) {
+  check(0 <= number && number <= 1, "pooling_mode must be 0 (sum) or 1 (mean), not ", number);
+  return static_cast<PoolingMode>(number);
+}
+
+// A flow plan as the ops hand it on.
+struct PlanTensors {
+  Tensor lookups, bags, row_keys, row_starts, flow_starts, counts;
+
+  // Calls body(name, tensor, size, type) for each, of a plan of n lookups.
+  template <class Body>
+  void for_each(int64_t n, const Body& body) {
+    body("lookups", lookups, n, ScalarType::Int);
+    body("bags", bags, n, ScalarType::Int);
+    body("row_keys", row_keys, n, ScalarType::Long);
+    body("row_starts", row_starts, n + 1, ScalarType::Int);
+    body("flow_starts", flow_starts, n + 1, ScalarType::Int);
+    body("counts", counts, 4, ScalarType::Long);
+  }
+  FlowPlanBuffers buffers() {
+    return {lookups.mutable_data_ptr<int32_t>(), bags.mutable_data_ptr<int32_t>(), row_keys.mutable_data_ptr<int64_t>(),
+            row_starts.mutable_data_ptr<int32_t>(), flow_starts.mutable_data_ptr<int32_t>()};
+  }
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> result() const {
+    return {lookups, bags, row_keys, row_starts, flow_starts, counts};
+  }
+};
+
+// Elements of the weights that the tables describe.
+inline int64_t num_parameters(const std::vector<Table>& tables) {
+  int64_t parameters = 0;
+  for (const Table& table : tables) {
+    for (int k = 0; k < table.num_cores; ++k) {
+      parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
+    }
+  }
+  return parameters;
+}
+
+// Checks that the features' columns are within the output's.
+inline void check_columns(const Batch& batch, const std::vector<Table>& tables, int64_t total_dim) {
+  for (int64_t feature = 0; feature < batch.num_features; ++feature) {
+    const int64_t end = batch.column(feature) + tables[static_cast<size_t>(batch.table(feature))].dim;
+    check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
+          " of an output of ", total_dim);
+  }
 }
 
 inline Optimizer read_optimizer(int64_t number, double beta1, double beta2, int64_t step) {

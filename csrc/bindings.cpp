@@ -60,9 +60,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   const Integers rows = integers("indices", indices);
   const int64_t n = indices.numel();
   const Batch batch = read_batch(features, offsets, n, described.size());
-  check(0 <= flow && flow <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", flow);
-  check(0 <= bounds_check_mode && bounds_check_mode <= 2,
-        "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
+  const Flow how = read_flow(flow);
+  const BoundsCheckMode mode = read_bounds_check_mode(bounds_check_mode);
 
   const int64_t bags = batch.num_bags();
   const std::string names = text_of("table_names", table_names);
@@ -74,52 +73,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
     raise_batch_error({BatchError::kFall, 0, 0, at, batch.offsets[at], batch.offsets[at + 1], 0}, names);
   }
 
-  const auto make = [&](int64_t size, ScalarType type) { return torch::stable::new_empty(indices, {size}, type); };
-  Tensor lookups = make(n, ScalarType::Int), bag_of_lookup = make(n, ScalarType::Int);
-  Tensor row_keys = make(n, ScalarType::Long);
-  Tensor row_starts = make(n + 1, ScalarType::Int), flow_starts = make(n + 1, ScalarType::Int);
-  Tensor counts = make(4, ScalarType::Long);
-  const FlowPlanBuffers buffers{lookups.mutable_data_ptr<int32_t>(), bag_of_lookup.mutable_data_ptr<int32_t>(),
-                                row_keys.mutable_data_ptr<int64_t>(), row_starts.mutable_data_ptr<int32_t>(),
-                                flow_starts.mutable_data_ptr<int32_t>()};
-  const auto mode = static_cast<BoundsCheckMode>(bounds_check_mode);
-  const cpu::PlanResult result =
-      cpu::make_flow_plan(executor, described, batch, rows, static_cast<Flow>(flow), mode, buffers);
+  PlanTensors plan;
+  plan.for_each(n, [&](const char*, Tensor& tensor, int64_t size, ScalarType type) {
+    tensor = torch::stable::new_empty(indices, {size}, type);
+  });
+  const cpu::PlanResult result = cpu::make_flow_plan(executor, described, batch, rows, how, mode, plan.buffers());
   if (result.first_invalid >= 0 && mode == BoundsCheckMode::kFatal) {
     raise_out_of_range(described, names, batch, rows, result.first_invalid);
   }
-  auto* numbers = counts.mutable_data_ptr<int64_t>();
+  auto* numbers = plan.counts.mutable_data_ptr<int64_t>();
   numbers[0] = result.counts.num_rows;
   numbers[1] = result.counts.num_flows;
   numbers[2] = result.counts.num_invalid;
   numbers[3] = 0;
-  return {lookups, bag_of_lookup, row_keys, row_starts, flow_starts, counts};
+  return plan.result();
 }
 
-// Arguments that forward and backward share.
-struct PlanTensors {
-  const Tensor& lookups;
-  const Tensor& bags;
-  const Tensor& row_keys;
-  const Tensor& row_starts;
-  const Tensor& flow_starts;
-  const Tensor& counts;
-};
-
-FlowPlan read_plan(const PlanTensors& tensors) {
+// Checks the plan and reads it.
+FlowPlan read_plan(PlanTensors& tensors) {
   const int64_t n = tensors.lookups.numel();
-  check_shape("lookups", tensors.lookups, {n});
-  check_shape("bags", tensors.bags, {n});
-  check_shape("row_keys", tensors.row_keys, {n});
-  check_shape("row_starts", tensors.row_starts, {n + 1});
-  check_shape("flow_starts", tensors.flow_starts, {n + 1});
-  check_shape("counts", tensors.counts, {4});
-  check_type("lookups", tensors.lookups, ScalarType::Int);
-  check_type("bags", tensors.bags, ScalarType::Int);
-  check_type("row_keys", tensors.row_keys, ScalarType::Long);
-  check_type("row_starts", tensors.row_starts, ScalarType::Int);
-  check_type("flow_starts", tensors.flow_starts, ScalarType::Int);
-  check_type("counts", tensors.counts, ScalarType::Long);
+  tensors.for_each(n, [](const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
+    check_shape(name, tensor, {size});
+    check_type(name, tensor, type);
+  });
   const auto* counts = tensors.counts.const_data_ptr<int64_t>();
   check(0 <= counts[1] && counts[1] <= counts[0] && counts[0] <= n, "counts say ", counts[0], " rows in ", counts[1],
         " flows, which ", n, " lookups cannot have");
@@ -180,36 +156,27 @@ struct Problem {
 };
 
 Problem read_problem(const Tensor& weights, const Tensor& tables, const Tensor& features, const Tensor& offsets,
-                     const PlanTensors& plan, const std::optional<Tensor>& per_sample_weights, int64_t total_dim,
+                     PlanTensors& plan, const std::optional<Tensor>& per_sample_weights, int64_t total_dim,
                      int64_t pooling_mode) {
   std::vector<Table> described = read_tables(tables);
   const FlowPlan grouped = read_plan(plan);
   const Batch batch = read_batch(features, offsets, grouped.num_lookups, described.size());
-  check(0 <= pooling_mode && pooling_mode <= 1, "pooling_mode must be 0 (sum) or 1 (mean), not ", pooling_mode);
+  const PoolingMode pooling = read_pooling_mode(pooling_mode);
 
   check_shape("weights", weights, {-1});
   const ScalarType type = weights.scalar_type();
   check(type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16 ||
             type == ScalarType::Half,
         "weights must be float32, float64, bfloat16 or float16, not ", name_of(type));
-  int64_t parameters = 0;
-  for (const Table& table : described) {
-    for (int k = 0; k < table.num_cores; ++k) {
-      parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
-    }
-  }
+  const int64_t parameters = num_parameters(described);
   check(weights.numel() == parameters, "weights must have the ", parameters, " elements that the tables describe, not ",
         weights.numel());
   if (per_sample_weights) {
     check_shape("per_sample_weights", *per_sample_weights, {grouped.num_lookups});
     check_type("per_sample_weights", *per_sample_weights, compute_type(weights));
   }
-  for (int64_t feature = 0; feature < batch.num_features; ++feature) {
-    const int64_t end = batch.column(feature) + described[batch.table(feature)].dim;
-    check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
-          " of an output of ", total_dim);
-  }
-  return {std::move(described), batch, grouped, static_cast<PoolingMode>(pooling_mode), total_dim};
+  check_columns(batch, described, total_dim);
+  return {std::move(described), batch, grouped, pooling, total_dim};
 }
 
 // Calls body with a value of the type that is computed with.
@@ -235,7 +202,7 @@ Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayR
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
                       Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts,
                       std::optional<Tensor> per_sample_weights, int64_t total_dim, int64_t pooling_mode) {
-  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem =
       read_problem(weights, tables, features, offsets, plan, per_sample_weights, total_dim, pooling_mode);
   Tensor output = make_tensor(weights, {problem.batch.batch_size, total_dim});
@@ -249,7 +216,7 @@ Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor off
 
 // Checks `grad_output` and reads the rest.
 Problem read_backward(const Tensor& grad_output, const Tensor& weights, const Tensor& tables, const Tensor& features,
-                      const Tensor& offsets, const PlanTensors& plan, const std::optional<Tensor>& per_sample_weights,
+                      const Tensor& offsets, PlanTensors& plan, const std::optional<Tensor>& per_sample_weights,
                       int64_t pooling_mode, bool per_sample_weights_grad) {
   check_shape("grad_output", grad_output, {-1, -1});
   check_type("grad_output", grad_output, compute_type(weights));
@@ -266,7 +233,7 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
                                            Tensor row_starts, Tensor flow_starts, Tensor counts,
                                            std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                                            bool per_sample_weights_grad) {
-  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
   Tensor grad_weights = torch::stable::new_zeros(weights, weights.sizes(), compute_type(weights));
@@ -295,7 +262,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
                               double weight_decay, double beta1, double beta2, int64_t step, int64_t rounding_seed) {
-  const PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
   const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
@@ -344,12 +311,7 @@ STABLE_TORCH_LIBRARY(flowtt, m) {
   m.def("cuda_architectures() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) {
-  m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));
-  m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));
-  m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward));
-  m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
-}
+STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) { FLOWTT_IMPLEMENT_OPS(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa));

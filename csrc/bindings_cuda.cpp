@@ -129,11 +129,7 @@ cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const T
                            int64_t total_dim) {
   std::vector<Table> described = read_tables(tables);
   const Batch batch = read_batch(features, offsets, num_lookups, described.size(), kDevice);
-  for (int64_t feature = 0; total_dim > 0 && feature < batch.num_features; ++feature) {
-    const int64_t end = batch.column(feature) + described[static_cast<size_t>(batch.table(feature))].dim;
-    check(batch.column(feature) >= 0 && end <= total_dim, "feature ", feature, " has columns up to ", end,
-          " of an output of ", total_dim);
-  }
+  if (total_dim > 0) check_columns(batch, described, total_dim);
   return {std::move(described), batch.features,           batch.num_features,   batch.batch_size,
           num_lookups,          offsets.const_data_ptr(), batch.offsets.wide(), total_dim};
 }
@@ -146,33 +142,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   const int64_t n = indices.numel();
   const cuda::HostBatch batch = host_batch(tables, features, offsets, n, 0);
   check(n == 0 || batch.batch_size > 0, "offsets has one entry, so there are no bags for ", n, " indices");
-  check(0 <= flow && flow <= 2, "flow must be 0 (prefix), 1 (unique) or 2 (direct), not ", flow);
-  check(0 <= bounds_check_mode && bounds_check_mode <= 2,
-        "bounds_check_mode must be 0 (fatal), 1 (warning) or 2 (ignore), not ", bounds_check_mode);
+  const Flow how = read_flow(flow);
+  const BoundsCheckMode mode = read_bounds_check_mode(bounds_check_mode);
   const Device device(indices);
   cuda::raise_fault();
   Registered registered;
   registered.add("indices", indices);
   registered.add("offsets", offsets);
-  const auto make = [&](const char* name, int64_t size, ScalarType type) {
-    Tensor tensor = torch::stable::new_empty(indices, {size}, type);
+  PlanTensors plan;
+  plan.for_each(n, [&](const char* name, Tensor& tensor, int64_t size, ScalarType type) {
+    tensor = torch::stable::new_empty(indices, {size}, type);
     registered.add(name, tensor, false);
-    return tensor;
-  };
-  Tensor lookups = make("lookups", n, ScalarType::Int), bags = make("bags", n, ScalarType::Int);
-  Tensor row_keys = make("row_keys", n, ScalarType::Long);
-  Tensor row_starts = make("row_starts", n + 1, ScalarType::Int);
-  Tensor flow_starts = make("flow_starts", n + 1, ScalarType::Int);
-  Tensor counts = make("counts", 4, ScalarType::Long);
-  const FlowPlanBuffers buffers{
-      static_cast<int32_t*>(lookups.mutable_data_ptr()), static_cast<int32_t*>(bags.mutable_data_ptr()),
-      static_cast<int64_t*>(row_keys.mutable_data_ptr()), static_cast<int32_t*>(row_starts.mutable_data_ptr()),
-      static_cast<int32_t*>(flow_starts.mutable_data_ptr())};
+  });
   Workspace workspace(indices, device.stream());
-  cuda::make_flow_plan(batch, indices.const_data_ptr(), rows.wide(), static_cast<Flow>(flow),
-                       static_cast<BoundsCheckMode>(bounds_check_mode), names, buffers,
-                       static_cast<int64_t*>(counts.mutable_data_ptr()), workspace.context());
-  return {lookups, bags, row_keys, row_starts, flow_starts, counts};
+  cuda::make_flow_plan(batch, indices.const_data_ptr(), rows.wide(), how, mode, names, plan.buffers(),
+                       plan.counts.mutable_data_ptr<int64_t>(), workspace.context());
+  return plan.result();
 }
 
 // The arguments that forward and backward share, checked and as pointers.
@@ -183,27 +168,17 @@ struct Problem {
           int64_t pooling_mode)
       : batch(host_batch(tables, features, offsets, lookups.numel(), total_dim)) {
     const int64_t n = lookups.numel();
-    integer("lookups", lookups, n, ScalarType::Int);
-    integer("bags", bags, n, ScalarType::Int);
-    integer("row_keys", row_keys, n, ScalarType::Long);
-    integer("row_starts", row_starts, n + 1, ScalarType::Int);
-    integer("flow_starts", flow_starts, n + 1, ScalarType::Int);
-    integer("counts", counts, 4, ScalarType::Long);
+    PlanTensors{lookups, bags, row_keys, row_starts, flow_starts, counts}.for_each(
+        n, [&](const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
+          check_type(name, tensor, type);
+          check_shape(name, tensor, {size}, kDevice);
+          registered.add(name, tensor);
+        });
     registered.add("offsets", offsets);
-    plan = {static_cast<const int32_t*>(lookups.const_data_ptr()),
-            static_cast<const int32_t*>(bags.const_data_ptr()),
-            static_cast<const int64_t*>(row_keys.const_data_ptr()),
-            static_cast<const int32_t*>(row_starts.const_data_ptr()),
-            static_cast<const int32_t*>(flow_starts.const_data_ptr()),
-            static_cast<const int64_t*>(counts.const_data_ptr())};
-    check(0 <= pooling_mode && pooling_mode <= 1, "pooling_mode must be 0 (sum) or 1 (mean), not ", pooling_mode);
-    int64_t parameters = 0;
-    for (const Table& table : batch.tables) {
-      for (int k = 0; k < table.num_cores; ++k) {
-        parameters = std::max(parameters, table.core_offset[k] + table.p[k] * table.slice_size(k));
-      }
-    }
-    check_shape("weights", weights, {parameters}, kDevice);
+    plan = {lookups.const_data_ptr<int32_t>(),     bags.const_data_ptr<int32_t>(),
+            row_keys.const_data_ptr<int64_t>(),    row_starts.const_data_ptr<int32_t>(),
+            flow_starts.const_data_ptr<int32_t>(), counts.const_data_ptr<int64_t>()};
+    check_shape("weights", weights, {num_parameters(batch.tables)}, kDevice);
     registered.add("weights", weights);
     cores = {weights.data_ptr(), storage(weights)};
     check(reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % 16 == 0,
@@ -211,7 +186,7 @@ struct Problem {
     weighted = factors.has_value();
     if (weighted) floats("per_sample_weights", *factors, {n});
     pooling = {factors ? static_cast<const float*>(factors->const_data_ptr()) : nullptr,
-               static_cast<PoolingMode>(pooling_mode)};
+               read_pooling_mode(pooling_mode)};
   }
 
   static Storage storage(const Tensor& weights) {
@@ -233,12 +208,6 @@ struct Problem {
     check(tensor.scalar_type() == ScalarType::Float, name, " must be float32 on the GPU, not ",
           name_of(tensor.scalar_type()));
     check_shape(name, tensor, shape, kDevice);
-    registered.add(name, tensor);
-  }
-
-  void integer(const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
-    check_type(name, tensor, type);
-    check_shape(name, tensor, {size}, kDevice);
     registered.add(name, tensor);
   }
 
@@ -360,12 +329,7 @@ void use_cuda_mapping(bool shares_by_work, bool steals, bool checkpoints) {
 STABLE_TORCH_LIBRARY(flowtt_emulated, m) { flowtt::define_ops(m); }
 #endif
 
-STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) {
-  m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));
-  m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));
-  m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward));
-  m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update));
-}
+STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, FLOWTT_KEY, m) { FLOWTT_IMPLEMENT_OPS(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(FLOWTT_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("raise_cuda_fault", TORCH_BOX(&flowtt::raise_cuda_fault));

@@ -37,3 +37,10 @@ void define_ops(Library& m) {
 }
 
 }  // namespace flowtt
+
+// Registers the functions of these names in namespace flowtt as the ops' kernels.
+#define FLOWTT_IMPLEMENT_OPS(m)                                   \
+  m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));             \
+  m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));   \
+  m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward)); \
+  m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update))
