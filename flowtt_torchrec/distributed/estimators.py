@@ -64,7 +64,7 @@ def work_per_rank(
     if option.sharding_type != DATA_PARALLEL:
         lookups *= world_size / (len(option.shards) if option.sharding_type in ROW_TYPES else 1)
         bags *= world_size
-    return Work(lookups, bags, len(option.shards), world_size)
+    return Work(lookups, bags, len(option.shards), world_size, bool(option.is_weighted))
 
 
 def is_tt(option: ShardingOption, compression: Mapping[str, TTSpec]) -> bool:

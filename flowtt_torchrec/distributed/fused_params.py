@@ -122,5 +122,7 @@ def output_dtype(fused_params: Mapping[str, Any] | None, tables: str) -> torch.d
     """
     dtype = (fused_params or {}).get("output_dtype", SparseType.FP32)
     if dtype not in _OUTPUT_DTYPES:
-        raise ValueError(f"{tables}: output_dtype {dtype} is not supported for TT tables; use FP32, FP16 or BF16")
+        raise ValueError(
+            f"{tables}: output_dtype {dtype!r} is not supported for TT tables; use SparseType.FP32, FP16 or BF16"
+        )
     return _OUTPUT_DTYPES[dtype]

@@ -28,6 +28,7 @@ PLAN_BYTES_PER_LOOKUP = 24
 # positions (int32), and the sort's own copies of keys and positions.
 SORT_BYTES_PER_LOOKUP = {"cpu": 32, "cuda": 40}
 ID_BYTES = 8  # ids, lengths and offsets are int64
+FACTOR_BYTES = 4  # per-sample weights
 ROUNDING_BYTES = 40  # while `precision.round_weights` rounds a number stochastically: five int64 at a time
 FORWARDS_AHEAD = 2  # that wait for their backward at a time where `keep_forward_weights` is needed
 # How many batches of ids a pipeline holds: those of the ranks' own batches, and those that were exchanged.
@@ -47,12 +48,14 @@ class Work(NamedTuple):
         bags: of all ranks' batches, over all features of the table; with data-parallel of its own batch.
         shards: of the table.
         world_size: ranks; 1 has no exchange.
+        weighted: whether each lookup has a weight.
     """
 
     lookups: float
     bags: float
     shards: int
     world_size: int
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class TTTableBytes:
         cores: weights.
         optimizer: fused state; of a data-parallel table that of the dense optimizer.
         gradient: ``.grad`` of a data-parallel table, which is a view of DDP's bucket. Fused tables keep none.
-        input: ids and lengths of the batches that are held.
+        input: ids, their weights and lengths of the batches that are held.
         step: the plan, pooled rows, their gradients and those of the cores, at the worst moment of a step.
     """
 
@@ -164,11 +167,12 @@ def _update_bytes(
 
 def _input_bytes(sharding_type: str, work: Work, pipeline_type: PipelineType) -> int:
     local, exchanged = _BATCHES[pipeline_type]
+    of_lookups = work.lookups * (ID_BYTES + (FACTOR_BYTES if work.weighted else 0))
     if sharding_type == DATA_PARALLEL:
-        return math.ceil(local * ID_BYTES * (work.lookups + work.bags))
+        return math.ceil(local * (of_lookups + ID_BYTES * work.bags))
     # The ranks' own batches have the ids of a column-wise table once; each of its shards is sent all of them.
-    own = work.lookups / (work.shards if sharding_type in COLUMN_TYPES else 1) + work.bags / work.shards
-    return math.ceil(ID_BYTES * (local * own + exchanged * (work.lookups + work.bags)))
+    own = of_lookups / (work.shards if sharding_type in COLUMN_TYPES else 1) + ID_BYTES * work.bags / work.shards
+    return math.ceil(local * own + exchanged * (of_lookups + ID_BYTES * work.bags))
 
 
 def _step_bytes(

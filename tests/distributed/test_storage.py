@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 import torchrec.optim
 from ranks import Ranks
-from test_planner import BIG, EVERYWHERE, options_of
+from test_planner import BIG, EVERYWHERE, collection, options_of, topology
 from torch.optim import SGD, Adagrad, Adam
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import Table, shard
 
+from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, TTEmbeddingEnumerator
 from flowtt_torchrec.distributed.storage import Work, table_bytes
 from flowtt_torchrec.spec import TTSpec
 
@@ -196,6 +198,21 @@ def test_estimates_are_what_one_rank_takes(one_rank: Callable[..., Any], cases: 
 @CASES
 def test_estimates_are_what_two_ranks_take(two_ranks: Ranks, cases: list[Case]) -> None:
     assert two_ranks.run(compare, cases) == [[], []]
+
+
+def test_weights_of_lookups_are_held_with_their_ids() -> None:
+    collections = [
+        collection(),
+        EmbeddingBagCollection(collection().embedding_bag_configs(), True, torch.device("meta")),
+    ]
+    enumerator = TTEmbeddingEnumerator(topology(), 2048, {"big": BIG}, pipeline_type=PipelineType.TRAIN_SPARSE_DIST)
+    held = []
+    for ebc in collections:
+        options = enumerator.enumerate(ebc, [TTEmbeddingBagCollectionSharder({"big": BIG})])
+        (option,) = (o for o in options if (o.name, o.sharding_type) == ("big", "table_wise"))
+        assert option.shards[0].storage is not None
+        held.append(option.shards[0].storage.ddr)
+    assert held[1] - held[0] == 4 * (3 + 1) * 2 * 2048  # three batches of the ranks', one of those exchanged
 
 
 def test_pipelines_hold_more_batches() -> None:
