@@ -201,18 +201,16 @@ def test_estimates_are_what_two_ranks_take(two_ranks: Ranks, cases: list[Case]) 
 
 
 def test_weights_of_lookups_are_held_with_their_ids() -> None:
-    collections = [
-        collection(),
-        EmbeddingBagCollection(collection().embedding_bag_configs(), True, torch.device("meta")),
-    ]
     enumerator = TTEmbeddingEnumerator(topology(), 2048, {"big": BIG}, pipeline_type=PipelineType.TRAIN_SPARSE_DIST)
-    held = []
-    for ebc in collections:
+    totals = []
+    for weighted in (False, True):
+        configs = collection().embedding_bag_configs()
+        ebc = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device("meta"))
         options = enumerator.enumerate(ebc, [TTEmbeddingBagCollectionSharder({"big": BIG})])
         (option,) = (o for o in options if (o.name, o.sharding_type) == ("big", "table_wise"))
         assert option.shards[0].storage is not None
-        held.append(option.shards[0].storage.ddr)
-    assert held[1] - held[0] == 4 * (3 + 1) * 2 * 2048  # three batches of the ranks', one of those exchanged
+        totals.append(option.shards[0].storage.ddr)
+    assert totals[1] - totals[0] == 4 * (3 + 1) * 2 * 2048  # three batches of the ranks', and one exchanged
 
 
 def test_pipelines_hold_more_batches() -> None:
