@@ -119,6 +119,7 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
         "storage within 5 % of what CPU tensors take": [
             f"{D}test_storage.py::test_estimates_are_what_one_rank_takes",
             f"{D}test_storage.py::test_estimates_are_what_two_ranks_take",
+            f"{D}test_auto_compression.py::test_every_plan_trains_in_the_bytes_it_counts",
         ],
         "costs from data sheets, or measured by `python -m flowtt_torchrec calibrate`": [
             f"{D}test_planner.py::test_cost_follows_flops_bytes_and_ranks",

@@ -8,9 +8,11 @@ import pytest
 import torch
 from ranks import Ranks
 from test_planner import BIG, COMPRESSION, MID, SIZES, collection, entries, make_planner, topology
+from test_storage import peak, size_of
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Stats
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -132,11 +134,26 @@ def test_what_is_compressed_for_two_devices(device: str, memory: float, trains: 
     assert [name for name, (_, kernel, _) in plan.items() if kernel == "customized_kernel"] == trains
 
 
-def plan_and_train(rank: int, world_size: int, sizes: dict[str, tuple[int, int]], gib: float) -> list[str]:
-    """Tables that the plan compresses. The planned model trains: the loss falls on every rank."""
+class Estimate(Stats):
+    """Keeps the bytes that the planner counts, of all ranks."""
+
+    total = 0
+
+    def log(self, sharding_plan: Any, *args: Any, best_plan: list[ShardingOption], **kwargs: Any) -> None:
+        self.total = sum(option.total_storage.hbm + option.total_storage.ddr for option in best_plan)
+
+
+def plan_and_train(
+    rank: int, world_size: int, sizes: dict[str, tuple[int, int]], gib: float
+) -> tuple[list[str], int, int]:
+    """Tables that the plan compresses, bytes that it counts for all ranks (on the one that plans), bytes of this rank.
+
+    The planned model trains: the loss falls on every rank.
+    """
     ebc = collection((torch.optim.Adagrad, {"lr": 0.1}), sizes)
     specs = AutoCompression.suggest(ebc.embedding_bag_configs(), rank=8)
-    planner = make_planner(specs, topology=topology(world_size, "cpu", gib), batch_size=16)
+    estimate = Estimate()
+    planner = make_planner(specs, topology=topology(world_size, "cpu", gib), batch_size=16, stats=[estimate])
     sharders: list[Any] = [TTEmbeddingBagCollectionSharder(specs)]
     model = torch.nn.ModuleDict({"ebc": ebc})
     plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
@@ -150,20 +167,37 @@ def plan_and_train(rank: int, world_size: int, sizes: dict[str, tuple[int, int]]
         lengths=torch.ones(16 * len(sizes), dtype=torch.int64),
     )
     losses = []
-    for _ in range(3):
+
+    def step() -> None:
         optimizer.zero_grad()
         loss = (model.module["ebc"](features).values() - 1).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+
+    for _ in range(2):
+        step()
+    of_step = peak(step)
     assert losses[2] < losses[1] < losses[0]
-    return trains
+    states = [*model.fused_optimizer.state_dict()["state"].values(), *optimizer.state.values()]
+    kept = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    local = (t for value in kept for t in ([s.tensor for s in value.local_shards()] if sharded(value) else [value]))
+    return trains, estimate.total, of_step + size_of(tensor for tensor in local if tensor.numel() > 1)
+
+
+def sharded(value: Any) -> bool:
+    return isinstance(value, ShardedTensor)
 
 
 @pytest.mark.parametrize(
     ("sizes", "gib", "trains"),
     [(SCALED_DOWN, 0.08, []), (WANTED, 8, ["large"]), (WANTED, 1, ["large"]), (WANTED, 0.03, ["large", "middle"])],
 )
-def test_every_plan_trains(two_ranks: Ranks, sizes: dict[str, tuple[int, int]], gib: float, trains: list[str]) -> None:
+def test_every_plan_trains_in_the_bytes_it_counts(
+    two_ranks: Ranks, sizes: dict[str, tuple[int, int]], gib: float, trains: list[str]
+) -> None:
     """The all-dense plan with a thousandth of the rows and of the memory."""
-    assert two_ranks.run(plan_and_train, sizes, gib) == [trains, trains]
+    of_ranks = two_ranks.run(plan_and_train, sizes, gib)
+    assert [compressed for compressed, _, _ in of_ranks] == [trains, trains]
+    estimated = max(counted for _, counted, _ in of_ranks)
+    assert sum(measured for _, _, measured in of_ranks) == pytest.approx(estimated, rel=0.05)
