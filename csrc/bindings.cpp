@@ -185,7 +185,7 @@ void with_type(const Tensor& weights, const Body& body) {
   compute_type(weights) == ScalarType::Float ? body(float{}) : body(double{});
 }
 
-// Malloc hands out larger ones without pages every time, or may; then filling them takes longer than making rows.
+// Malloc may hand out larger ones without pages, every time anew: to fill those takes longer than to make the rows.
 constexpr size_t kPooledTensor = size_t{4} << 20;
 
 // An uninitialised tensor of that type, of one or two dimensions.
