@@ -200,6 +200,44 @@ def test_estimates_are_what_two_ranks_take(two_ranks: Ranks, cases: list[Case]) 
     assert two_ranks.run(compare, cases) == [[], []]
 
 
+def together(rank: int, world_size: int, kinds: list[str], specs: list[TTSpec]) -> tuple[int, int]:
+    """Bytes estimated and measured of several tables on one rank."""
+    tables = [
+        Table(f"t{i}", ROWS, DIM, (f"f{i}",), PLACES[kind], spec) for i, (kind, spec) in enumerate(zip(kinds, specs))
+    ]
+    model = shard(tables, world_size, (Adagrad, {"lr": 0.01}))
+    features = batch([table.features[0] for table in tables])
+
+    def step() -> None:
+        pooled = model.module.ebc(features).values()
+        pooled.backward(torch.ones_like(pooled))
+
+    step()
+    step()
+    work = Work(BATCH * LENGTH, BATCH, 1, 1)
+    counted = [table_bytes(spec, kind, Adagrad, work=work) for kind, spec in zip(kinds, specs)]
+    of_others = sum(c.optimizer for c, kind in zip(counted, kinds) if kind == "data_parallel")  # which is not here
+    grads = (core.grad for of_table in model.module.ebc.tt_cores().values() for core in of_table)
+    kept = [features.values(), features.lengths(), *(grad for grad in grads if grad is not None)]
+    measured = sum(held(model)) + size_of(kept) + min(peak(step) for _ in range(3))
+    return sum(c.total for c in counted) - of_others, measured
+
+
+@pytest.mark.parametrize(
+    ("kinds", "specs"),
+    [
+        (["table_wise"] * 4, [LITTLE, LARGE, LITTLE, LARGE]),
+        (["table_wise", "table_wise", "row_wise", "row_wise"], [LARGE] * 4),
+        (["table_wise", "table_wise", "data_parallel", "data_parallel"], [LARGE] * 4),
+    ],
+)
+def test_estimates_of_several_tables_add_up(
+    one_rank: Callable[..., Any], kinds: list[str], specs: list[TTSpec]
+) -> None:
+    estimate, measured = one_rank(together, kinds, specs)
+    assert measured == pytest.approx(estimate, rel=0.05)
+
+
 def test_weights_of_lookups_are_held_with_their_ids() -> None:
     enumerator = TTEmbeddingEnumerator(topology(), 2048, {"big": BIG}, pipeline_type=PipelineType.TRAIN_SPARSE_DIST)
     totals = []
