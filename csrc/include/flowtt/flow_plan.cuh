@@ -2,6 +2,7 @@
 // 32 bits where tables and digits fit.
 #pragma once
 
+#include "flowtt/bisection.cuh"
 #include "flowtt/device_batch.cuh"
 #include "flowtt/plan.h"
 
@@ -23,16 +24,8 @@ __global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, Key
                           int32_t* bags, BatchFaults* faults) {
   const int l = blockIdx.x * kThreads + threadIdx.x;
   if (l >= batch.num_lookups) return;
-  int low = 0;  // the last bag that starts at or before l
-  for (int high = batch.num_features * batch.batch_size; low + 1 < high;) {
-    const int middle = low + (high - low) / 2;
-    if (offset_at(batch, middle) <= l) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int number = batch.features[low / batch.batch_size].table;
+  const int bag = last_where(batch.num_features * batch.batch_size, [&](int i) { return offset_at(batch, i) <= l; });
+  const int number = batch.features[bag / batch.batch_size].table;
   const DeviceTable& table = batch.tables[number];
   int64_t row = integer_at(indices, wide, l);
   if (row < 0 || row >= table.num_embeddings) {
@@ -48,7 +41,7 @@ __global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, Key
   }
   keys[l] = static_cast<Key>(key);
   positions[l] = l;
-  bags[l] = low;
+  bags[l] = bag;
 }
 
 // Where rows and flows start, packed so that one running sum numbers both: flows in the upper half.

@@ -1,6 +1,7 @@
 // Shares of the tiles, of equal work, for the blocks of a launch to begin with.
 #pragma once
 
+#include "flowtt/bisection.cuh"
 #include "flowtt/schedule.cuh"
 
 namespace flowtt {
@@ -17,18 +18,11 @@ __device__ __forceinline__ int tile_at(const DevicePlan& plan, const Schedule& s
   const auto cost = [&](int flow) {
     return int64_t{flow_start(plan, flow)} * schedule.row_cost + int64_t{flow} * schedule.flow_cost;
   };
-  int low = 0;  // the last flow that begins at or before `target`
-  for (int high = static_cast<int>(plan.counts[1]); low + 1 < high;) {
-    const int middle = low + (high - low) / 2;
-    if (cost(middle) <= target) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int64_t rows = (target - cost(low) - schedule.flow_cost) / schedule.row_cost;
-  const int row = flow_start(plan, low) + static_cast<int>(rows > 0 ? rows : 0);
-  return min(row, flow_start(plan, low + 1)) / schedule.tile_rows;
+  const int num_flows = static_cast<int>(plan.counts[1]);
+  const int flow = last_where(num_flows, [&](int i) { return cost(i) <= target; });
+  const int64_t rows = (target - cost(flow) - schedule.flow_cost) / schedule.row_cost;
+  const int row = flow_start(plan, flow) + static_cast<int>(rows > 0 ? rows : 0);
+  return min(row, flow_start(plan, flow + 1)) / schedule.tile_rows;
 }
 
 __global__ void share_tiles(DevicePlan plan, Schedule schedule, int blocks) {

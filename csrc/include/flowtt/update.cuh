@@ -1,6 +1,7 @@
 // What becomes of core gradients: the fused optimizers, in place, or a plain gradient.
 #pragma once
 
+#include "flowtt/bisection.cuh"
 #include "flowtt/element.cuh"
 #include "flowtt/gradient_sum.cuh"
 #include "flowtt/plan.h"
@@ -33,16 +34,8 @@ __global__ void __launch_bounds__(kThreads)
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
   for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
     if (touched[slice] == 0) continue;  // uniform
-    int low = 0;                        // the last table whose slices start at or before this one
-    for (int high = batch.num_tables; low + 1 < high;) {
-      const int middle = low + (high - low) / 2;
-      if (batch.tables[middle].slice_offset[0] <= slice) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    const DeviceTable& table = batch.tables[low];
+    const DeviceTable& table =
+        batch.tables[last_where(batch.num_tables, [&](int i) { return batch.tables[i].slice_offset[0] <= slice; })];
     int core = table.num_cores - 1;
     while (table.slice_offset[core] > slice) --core;
     const int size = table.slice_size[core];

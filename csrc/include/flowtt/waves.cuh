@@ -1,6 +1,7 @@
 // Waves: a part of the distinct rows at a time, so that rows and their gradients need little memory, and stay in L2.
 #pragma once
 
+#include "flowtt/bisection.cuh"
 #include "flowtt/device_batch.cuh"
 
 namespace flowtt {
@@ -14,16 +15,7 @@ __global__ void cut_waves(DevicePlan plan, int wave_rows, int waves, int64_t* co
   const int64_t num_rows = plan.counts[0], begin = min(int64_t{wave} * wave_rows, num_rows);
   const int64_t end = min(begin + wave_rows, num_rows);
   const auto flow_of = [&](int64_t row) {  // the last flow that begins at or before it
-    int64_t low = 0;
-    for (int64_t high = plan.counts[1]; low + 1 < high;) {
-      const int64_t middle = low + (high - low) / 2;
-      if (plan.flow_starts[middle] <= row) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
+    return last_where(plan.counts[1], [&](int64_t flow) { return plan.flow_starts[flow] <= row; });
   };
   const int64_t first = end > begin ? flow_of(begin) : 0;
   int64_t* const to = counts + wave * kWaveCounts;
