@@ -17,14 +17,13 @@ class RowGradients {
         plans(cut(plan, waves, context)),
         data(allocate<float>(context, "row gradients", int64_t{waves.rows} * setting.row_stride)),
         weights_(weights),
-        setting_(setting),
         targets_(targets),
         context_(context),
         spans_((batch.num_lookups + 31) / 32),
         arguments_{device,
                    plan,
                    device_pooling(pooling),
-                   number_lookups(plan, batch.num_lookups, context),
+                   find_spans(plan, batch.num_lookups, spans_, context),
                    targets.grad_output,
                    data,
                    allocate<float>(context, "carries", spans_ * setting.row_stride),
@@ -52,10 +51,10 @@ class RowGradients {
   void make_factors(const DevicePlan& wave) const {
     if (targets_.grad_factors == nullptr) return;
     make_rows(forward_, forward_batch_, wave, waves, checkpoints_, weights_, data, context_);
-    const int num_lookups = arguments_.batch.num_lookups;
-    check(FLOWTT_LAUNCH(factor_gradients, blocks_for(num_lookups, kWarps), kThreads, 0, context_.stream,
-                        arguments_.batch, wave, arguments_.pooling, arguments_.row_of_lookup, data, setting_.row_stride,
-                        targets_.grad_output, targets_.grad_factors),
+    RowGradientArguments arguments = arguments_;
+    arguments.plan = wave;
+    check(FLOWTT_LAUNCH(factor_gradients, blocks_for(spans_, kWarps), kThreads, 0, context_.stream, arguments, data,
+                        targets_.grad_factors),
           "factor_gradients");
   }
 
@@ -64,8 +63,15 @@ class RowGradients {
   float* const data;  // [waves.rows, row_stride]
 
  private:
+  static int32_t* find_spans(const DevicePlan& plan, int64_t num_lookups, int64_t spans, const Context& context) {
+    auto* const rows = allocate<int32_t>(context, "rows of spans", spans + 1);
+    check(FLOWTT_LAUNCH(find_span_rows, blocks_for(spans + 1), kThreads, 0, context.stream, plan,
+                        static_cast<int>(num_lookups), rows),
+          "find_span_rows");
+    return rows;
+  }
+
   const Weights& weights_;
-  const Setting& setting_;
   const BackwardTargets& targets_;
   const Context& context_;
   const int64_t spans_;

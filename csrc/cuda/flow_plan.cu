@@ -46,7 +46,8 @@ void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indic
                     const Context& context) {
   const int64_t bags = batch.num_features * batch.batch_size;
   std::vector<DeviceTable> tables;
-  for (const Table& table : batch.tables) tables.push_back(device_table(table, kLargeSlab, sizeof(float)));
+  for (const Table& table : batch.tables)
+    tables.push_back(device_table(table, kLargeSlab, sizeof(float), Direction::kForward));
   const DeviceBatch device = upload(batch, tables, context);
   auto* const faults = allocate<BatchFaults>(context, "faults", 1);
   check(FLOWTT_LAUNCH(clear_faults, 1, 1, 0, context.stream, faults), "clear_faults");

@@ -49,7 +49,7 @@ Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Dire
   Setting setting{};
   setting.slab = kSmallSlab;
   for (size_t i = 0; i < tables.size(); ++i) {
-    const DeviceTable t = device_table(tables[i], kLargeSlab, element_bytes);
+    const DeviceTable t = device_table(tables[i], kLargeSlab, element_bytes, direction);
     if (t.left_rank4 * t.rank4 > kLargeSlab) {
       throw std::runtime_error("flowtt: table number " + std::to_string(i) + " has ranks " +
                                std::to_string(t.left_rank) + " and " + std::to_string(t.rank) +
@@ -61,7 +61,7 @@ Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Dire
   }
   int64_t row_cost = 0, flow_cost = 0;
   for (const Table& table : tables) {
-    const DeviceTable& t = setting.tables.emplace_back(device_table(table, setting.slab, element_bytes));
+    const DeviceTable& t = setting.tables.emplace_back(device_table(table, setting.slab, element_bytes, direction));
     setting.slabs = std::max(setting.slabs, (t.owner_q + t.slab_q - 1) / t.slab_q);
     row_cost += int64_t{t.dim} * t.rank;
     flow_cost += int64_t{t.left_rows} * t.owner_q * t.left_rank * t.rank;

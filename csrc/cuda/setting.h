@@ -52,8 +52,6 @@ struct Setting {
   int row_cost, flow_cost;
 };
 
-enum class Direction { kForward, kBackward };
-
 Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Direction direction, size_t limit);
 
 // Descriptors on the device, and the rest of what kernels know of a batch.

@@ -39,6 +39,7 @@ struct Buffer {
   const char* data;
   size_t size;
   std::string name;
+  int number;  // of the name, for the profile
   std::unique_ptr<Cell[]> cells;
 };
 
@@ -170,7 +171,8 @@ void check_shared(Fiber& fiber, size_t offset, unsigned size, bool write, bool a
   });
 }
 
-void check_global(Fiber& fiber, const char* address, unsigned size, bool write, bool atomic, void* pc) {
+// Returns what the profile calls the place.
+int check_global(Fiber& fiber, const char* address, unsigned size, bool write, bool atomic, void* pc) {
   Buffer* buffer = find_buffer(address);
   if (buffer == nullptr) {
     fail("OUT OF BOUNDS: %s of %u bytes at %p, in no buffer, at %s", write ? "write" : "read", size, address,
@@ -184,6 +186,7 @@ void check_global(Fiber& fiber, const char* address, unsigned size, bool write, 
   for_each_word(offset, size, [&](size_t word, unsigned bytes) {
     check_cell(fiber, buffer->cells[word / 4], bytes, write, atomic, pc, buffer->name, word);
   });
+  return config().profile ? counters::part(buffer->number, offset, buffer->size) : 0;
 }
 
 }  // namespace
@@ -191,7 +194,8 @@ void check_global(Fiber& fiber, const char* address, unsigned size, bool write, 
 void register_buffer(const void* data, size_t bytes, const char* name, bool initialised) {
   unregister_buffer(data);
   if (bytes == 0) return;
-  Buffer buffer{static_cast<const char*>(data), bytes, name, std::make_unique<Cell[]>(bytes / 4 + 1)};
+  Buffer buffer{static_cast<const char*>(data), bytes, name, counters::number_of(name),
+                std::make_unique<Cell[]>(bytes / 4 + 1)};
   for (size_t i = 0; initialised && i <= bytes / 4; ++i) buffer.cells[i].initialised = 15;
   buffers.push_back(std::move(buffer));
 }
@@ -264,6 +268,7 @@ void access(const void* address, unsigned size, bool write, bool atomic, void* p
   if (byte >= stacks && byte < stacks + stacks_bytes) return;  // the thread's own variables
   const size_t offset = size_t(reinterpret_cast<const unsigned char*>(byte) - arenas);
   const bool shared = offset < kArenaBytes * kMaxResident;
+  int part = 0;
   if (shared) {
     check_shared(fiber, offset, size, write, atomic, pc);
   } else {
@@ -274,9 +279,9 @@ void access(const void* address, unsigned size, bool write, bool atomic, void* p
         if (byte >= begin && byte < end) return;
       }
     }
-    check_global(fiber, byte, size, write, atomic, pc);
+    part = check_global(fiber, byte, size, write, atomic, pc);
   }
-  if (counted && config().profile) counters::record(fiber, pc, address, size, shared, write, atomic);
+  if (counted && config().profile) counters::record(fiber, pc, address, size, shared, write, atomic, part);
   const int period = config().accesses_per_preemption;
   if (!atomic && period > 0 && --until_preemption <= 0) {
     until_preemption = 1 + int(random_below(uint32_t(2 * period)));

@@ -1,9 +1,11 @@
-// Memory transactions by source line: 32-byte sectors of global memory, wavefronts of shared memory. Checked build.
+// Memory transactions by source line and buffer: 32-byte sectors of global memory, wavefronts of shared memory. Checked
+// build.
 //
 // A warp's request is the n-th access of its lanes at one code address. Lanes that skip an access shift the count, so
 // ratios above 1 at divergent lines may be too high. Widths are those of the source; nvcc may merge neighbours.
 #include <cstdio>
 #include <set>
+#include <tuple>
 
 #include "runtime.h"
 
@@ -22,7 +24,13 @@ struct Request {
 };
 
 // One code address can both read global and write shared memory: an asynchronous copy.
-using Site = std::pair<void*, int>;  // address, kind
+struct Site {
+  void* pc;
+  int kind, part;
+  bool operator<(const Site& other) const {
+    return std::tie(pc, kind, part) < std::tie(other.pc, other.kind, other.part);
+  }
+};
 
 struct WarpRequests {
   std::map<Site, uint32_t> seen[kWarpSize];
@@ -32,6 +40,10 @@ struct WarpRequests {
 std::map<Site, Totals> totals;
 std::unordered_map<const Warp*, WarpRequests> warps;
 std::string report;
+std::vector<std::string> names{"-"};  // of buffers and their parts; the first of shared memory
+size_t size_with_parts = 0;
+std::vector<size_t> part_begins;
+std::map<std::pair<int, size_t>, int> part_numbers;
 
 // The hardware serves 32 lanes at a time, 16 of 8 bytes, or 8 of 16 bytes, and one word a bank.
 void add_shared(Totals& to, const Request& request) {
@@ -77,10 +89,34 @@ void close(const Site& site, const Request& request) {
 
 namespace counters {
 
-void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool shared, bool write, bool atomic) {
+int number_of(const std::string& name) {
+  const auto known = std::find(names.begin(), names.end(), name);
+  if (known == names.end()) {
+    names.push_back(name);
+    return int(names.size()) - 1;
+  }
+  return int(known - names.begin());
+}
+
+void set_parts(size_t size, std::vector<size_t> begins) {
+  size_with_parts = size;
+  part_begins = std::move(begins);
+  part_numbers.clear();
+}
+
+int part(int name, size_t offset, size_t size) {
+  if (size != size_with_parts || part_begins.empty()) return name;
+  const size_t number = size_t(std::upper_bound(part_begins.begin(), part_begins.end(), offset) - part_begins.begin());
+  int& known = part_numbers[{name, number}];
+  if (known == 0) known = number_of(names[size_t(name)] + ", part " + std::to_string(number));
+  return known;
+}
+
+void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool shared, bool write, bool atomic,
+            int part) {
   const Warp* warp = &fiber.owner->warps[fiber.warp];
   WarpRequests& requests = warps[warp];
-  const Site site{pc, (shared ? 2 : 0) + (write ? 1 : 0)};
+  const Site site{pc, (shared ? 2 : 0) + (write ? 1 : 0), part};
   const std::pair<Site, uint32_t> key{site, requests.seen[fiber.lane][site]++};
   Request& request = requests.open[key];
   request.addresses[fiber.lane] = reinterpret_cast<uint64_t>(address);
@@ -105,12 +141,14 @@ void block_ends(Block& block) {
 
 }  // namespace counters
 
-// One line a source line and kind: space, operation, requests, transactions, least, bytes, source. Forgets the counts.
+// One line a source line, kind and buffer: space, operation, source, requests, transactions, least, bytes, buffer.
+// Forgets the counts.
 const std::string& take_profile() {
-  std::map<std::string, Totals> lines;
+  std::map<std::pair<std::string, int>, Totals> lines;
   for (const auto& [site, one] : totals) {
     const char* operation = one.atomic ? "atomic" : one.write ? "store" : "load";
-    Totals& line = lines[std::string(one.shared ? "shared " : "global ") + operation + " " + source_line(site.first)];
+    Totals& line =
+        lines[{std::string(one.shared ? "shared " : "global ") + operation + " " + source_line(site.pc), site.part}];
     line.requests += one.requests;
     line.transactions += one.transactions;
     line.least += one.least;
@@ -120,9 +158,9 @@ const std::string& take_profile() {
   report.clear();
   for (const auto& [name, line] : lines) {
     char numbers[128];
-    snprintf(numbers, sizeof numbers, " %llu %llu %llu %llu\n", (unsigned long long)line.requests,
+    snprintf(numbers, sizeof numbers, " %llu %llu %llu %llu ", (unsigned long long)line.requests,
              (unsigned long long)line.transactions, (unsigned long long)line.least, (unsigned long long)line.bytes);
-    report += name + numbers;
+    report += name.first + numbers + names[size_t(name.second)] + "\n";
   }
   return report;
 }

@@ -124,9 +124,14 @@ std::string source_line(void* pc);
 
 const std::string& take_profile();
 
-// Memory transactions by source line; see counters.cpp.
+// Memory transactions by source line and buffer; see counters.cpp.
 namespace counters {
-void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool shared, bool write, bool atomic);
+int number_of(const std::string& name);
+// Number of the part of a buffer, given its name's, that a byte belongs to.
+int part(int name, size_t offset, size_t size);
+// Buffers of `size` bytes count as several, which begin at these bytes.
+void set_parts(size_t size, std::vector<size_t> begins);
+void record(Fiber& fiber, void* pc, const void* address, unsigned size, bool shared, bool write, bool atomic, int part);
 void block_ends(Block& block);
 }  // namespace counters
 

@@ -6,7 +6,7 @@
 using cuda_emulation::config;
 
 namespace {
-std::map<std::string, uint64_t> amounts;  // what kernels have counted
+std::unordered_map<const char*, uint64_t> amounts;  // what kernels have counted, by literals, some of them equal
 }
 
 void cuda_emulation::count(const char* name, uint64_t amount) { amounts[name] += amount; }
@@ -86,8 +86,18 @@ void cuda_emulation_set_shared_bytes(int bytes) { config().shared_bytes = bytes;
 void cuda_emulation_set_max_steps(uint64_t steps) { config().max_steps = steps; }
 void cuda_emulation_set_preemption(int accesses) { config().accesses_per_preemption = accesses; }
 void cuda_emulation_profile(bool on) { config().profile = on; }
+// Buffers of `size` bytes count as several in the profile, which begin at these bytes.
+void cuda_emulation_profile_parts(uint64_t size, const uint64_t* begins, int count) {
+  cuda_emulation::counters::set_parts(size, {begins, begins + count});
+}
 // What has been counted under that name since the last call.
-uint64_t cuda_emulation_take_count(const char* name) { return std::exchange(amounts[name], 0); }
+uint64_t cuda_emulation_take_count(const char* name) {
+  uint64_t sum = 0;
+  for (auto& [literal, amount] : amounts) {
+    if (std::strcmp(literal, name) == 0) sum += std::exchange(amount, 0);
+  }
+  return sum;
+}
 const char* cuda_emulation_take_profile() { return cuda_emulation::take_profile().c_str(); }
 }
 #pragma GCC visibility pop

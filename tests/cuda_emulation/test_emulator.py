@@ -114,10 +114,10 @@ def test_profile_counts_transactions(library):
     library.cuda_emulation_profile(True)
     run(library, "reverse")
     library.cuda_emulation_profile(False)
-    lines = [line.rsplit(maxsplit=4) for line in library.cuda_emulation_take_profile().decode().splitlines()]
-    counts = {name.rsplit(maxsplit=1)[0]: tuple(map(int, numbers)) for name, *numbers in lines}
+    lines = [line.split(maxsplit=7) for line in library.cuda_emulation_take_profile().decode().splitlines()]
+    counts = {(space, kind, buffer): tuple(map(int, numbers)) for space, kind, _, *numbers, buffer in lines}
     # 8 warps; a warp's 32 consecutive floats are 4 sectors, or one wavefront.
-    assert counts["global load"] == (8, 32, 32, 1024)
-    assert counts["global store"] == (8, 32, 32, 1024)
-    assert counts["shared store"] == (8, 8, 8, 1024)
+    assert counts["global", "load", "a cudaMalloc buffer"] == (8, 32, 32, 1024)
+    assert counts["global", "store", "a cudaMalloc buffer"] == (8, 32, 32, 1024)
+    assert counts["shared", "store", "-"] == (8, 8, 8, 1024)
     assert library.cuda_emulation_take_profile() == b""

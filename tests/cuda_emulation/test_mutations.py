@@ -163,16 +163,16 @@ MUTATIONS = [
     Mutation(
         "flows of different middle slices together",
         "tile.cuh",
-        "end < limit && tile.flow_owner[end] == tile.flow_owner[flow]",
-        "end < limit",
+        "owner != owner_before",
+        "owner_before < 0",
         "rows",
         f"{CHECKER}|{WRONG}",
     ),
     Mutation(
         "pieces of C lie too close",
         "products.cuh",
-        "c + row * table.slab_pitch + piece * table.rank_pitch + column",
-        "c + row * table.slab_pitch + piece * table.rank4 + column",
+        "c + row * slab_pitch + piece * rank_pitch + column",
+        "c + row * slab_pitch + piece * (rank_pitch - 4) + column",
         "rows",
         f"{CHECKER}|{WRONG}",
     ),
@@ -339,7 +339,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lookup counted to the row before",
-        "number_lookups.cuh",
+        "device_batch.cuh",
         "0xffffffffu >> (31 - lane)",
         "0x7fffffffu >> (31 - lane)",
         "setting",
@@ -388,7 +388,7 @@ MUTATIONS = [
     Mutation(
         "gradient of a slab goes to the first",
         "backward.cuh",
-        "column = slab.first_q * table.rank + (strip.column + i) * 8",
+        "column = slab.first_q * shape.rank + (strip.column + i) * 8",
         "column = (strip.column + i) * 8",
         "backward",
         WRONG,

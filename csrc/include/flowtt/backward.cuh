@@ -56,22 +56,24 @@ struct BackwardArguments {
 // The gradients of the tile's rows [begin, end).
 __device__ __forceinline__ void load_row_gradients(const DeviceTable& table, const Tile& tile, int begin, int end,
                                                    const float* row_gradients, int row_stride, float* to) {
-  const bool aligned = table.last_q % 4 == 0 && row_stride % 4 == 0;
+  const TableShape shape = table;
+  const bool aligned = shape.last_q % 4 == 0 && row_stride % 4 == 0;
   const int width = aligned ? 4 : 1, each = table.dim / width;
+  const int last_q = shape.last_q, last_q4 = shape.last_q4, pitch = shape.row_pitch;
   for (int i = threadIdx.x; i < (end - begin) * each; i += kThreads) {
     const int row = begin + i / each, column = i % each * width;
     const float* const from = row_gradients + int64_t{tile.first + row} * row_stride + column;
-    float* const at = to + row * table.row_pitch;
+    float* const at = to + row * pitch;
     if (aligned) {
       __pipeline_memcpy_async(at + column, from, 16);
     } else {
-      __pipeline_memcpy_async(at + column / table.last_q * table.last_q4 + column % table.last_q, from, 4);
+      __pipeline_memcpy_async(at + column / last_q * last_q4 + column % last_q, from, 4);
     }
   }
-  const int pads = table.last_q4 - table.last_q, height = table.left_rows * table.owner_q;
+  const int pads = last_q4 - last_q, height = shape.left_rows * shape.owner_q;
   for (int i = threadIdx.x; pads > 0 && i < (end - begin) * height * pads; i += kThreads) {
     const int row = begin + i / (height * pads), m = i / pads % height;
-    to[row * table.row_pitch + m * table.last_q4 + table.last_q + i % pads] = 0.f;
+    to[row * pitch + m * last_q4 + last_q + i % pads] = 0.f;
   }
 }
 
@@ -81,18 +83,21 @@ template <class Sum>
 __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
                                                int end, int first_flow, const float* c, const float* row,
                                                const Sum& gradients) {
-  const int steps = table.rank4 / 4, quads = table.last_q4 / 4;
+  const TableShape shape = table;
+  const int steps = shape.rank4 / 4, quads = shape.last_q4 / 4, last_q = shape.last_q, last_q4 = shape.last_q4;
+  const int left_rows = shape.left_rows, owner_q = shape.owner_q, rank = shape.rank;
+  const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, row_pitch = shape.row_pitch;
   for (int item = threadIdx.x; item < (end - begin) * steps * quads; item += kThreads) {
     const int u = begin + item / (steps * quads), h = item % quads * 4, k = item / quads % steps;
-    const float* const product = c + (tile.row_flow[u] - first_flow) * table.left_rows * table.slab_pitch + k;
-    const float* const gradient = row + u * table.row_pitch + slab.first_q * table.last_q4 + h;
+    const float* const product = c + (tile.row_flow[u] - first_flow) * left_rows * slab_pitch + k;
+    const float* const gradient = row + u * row_pitch + slab.first_q * last_q4 + h;
     float4 sum[4] = {};
 #pragma unroll 1
-    for (int m = 0; m < table.left_rows; ++m) {
+    for (int m = 0; m < left_rows; ++m) {
 #pragma unroll 2
       for (int j = 0; j < slab.num_q; ++j) {
-        const float4 e = load4(gradient + (m * table.owner_q + j) * table.last_q4);
-        const float* const from = product + m * table.slab_pitch + j * table.rank_pitch;
+        const float4 e = load4(gradient + (m * owner_q + j) * last_q4);
+        const float* const from = product + m * slab_pitch + j * rank_pitch;
 #pragma unroll
         for (int i = 0; i < 4; ++i) fma4(sum[i], from[i * steps], e);
       }
@@ -100,15 +105,15 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = k + i * steps;
-      if (r >= table.rank) continue;
-      const int64_t to = tile.row_last[u] + r * table.last_q + h;
-      if (table.aligned) {
+      if (r >= rank) continue;
+      const int64_t to = tile.row_last[u] + r * last_q + h;
+      if (shape.aligned) {
         gradients.add4(to, sum[i]);
       } else {
         const float values[4] = {sum[i].x, sum[i].y, sum[i].z, sum[i].w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if (h + j < table.last_q) gradients.add(to + j, values[j]);
+          if (h + j < last_q) gradients.add(to + j, values[j]);
         }
       }
     }
@@ -119,24 +124,27 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
 template <class Element>
 __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab slab, const Tile& tile, int begin,
                                                   int end, float* c, const Element* last, const float* row) {
-  const int steps = table.rank4 / 4, height = table.left_rows * slab.num_q;
+  const TableShape shape = table;
+  const int steps = shape.rank4 / 4, left_rows = shape.left_rows, height = left_rows * slab.num_q;
+  const int owner_q = shape.owner_q, last_q4 = shape.last_q4, row_pitch = shape.row_pitch;
+  const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, last_pitch = shape.last_pitch;
   for (int item = threadIdx.x; item < (end - begin) * height * steps; item += kThreads) {
     const int flow = item / (height * steps), k = item % steps, m = item / steps % height;
     const int left_row = m / slab.num_q, j = m % slab.num_q;
-    const int gradient_row = (left_row * table.owner_q + slab.first_q + j) * table.last_q4;
+    const int gradient_row = (left_row * owner_q + slab.first_q + j) * last_q4;
     float sum[4] = {};
 #pragma unroll 1
     for (int u = tile.flow_first[begin + flow]; u < tile.flow_first[begin + flow + 1]; ++u) {
-      const float* const gradient = row + u * table.row_pitch + gradient_row;
-      const Element* const d = last + u * table.last_pitch + k * table.last_q4;
+      const float* const gradient = row + u * row_pitch + gradient_row;
+      const Element* const d = last + u * last_pitch + k * last_q4;
 #pragma unroll 1
-      for (int h = 0; h < table.last_q4; h += 4) {
+      for (int h = 0; h < last_q4; h += 4) {
         const float4 e = load4(gradient + h);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dot4(sum[i], e, load4(d + i * steps * table.last_q4 + h));
+        for (int i = 0; i < 4; ++i) dot4(sum[i], e, load4(d + i * steps * last_q4 + h));
       }
     }
-    float* const to = c + (flow * table.left_rows + left_row) * table.slab_pitch + j * table.rank_pitch + k;
+    float* const to = c + (flow * left_rows + left_row) * slab_pitch + j * rank_pitch + k;
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i * steps] = sum[i];
   }
@@ -146,24 +154,27 @@ __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab
 template <int TM, class Element, class Put>
 __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab slab, const float* c,
                                                const Element* owner, int rows, const Put& put) {
-  const int steps = table.left_rank4 / 4, groups = (rows + TM - 1) / TM;
+  const TableShape shape = table;
+  const int steps = shape.left_rank4 / 4, groups = (rows + TM - 1) / TM, left_rank = shape.left_rank;
+  const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, depth = shape.rank4;
+  const int owner_pitch = shape.owner_pitch, owner_piece = shape.owner_piece;
   for (int item = threadIdx.x; item < groups * steps; item += kThreads) {
     const int group = item / steps, k = item % steps;
     const float* a[TM];
 #pragma unroll
-    for (int i = 0; i < TM; ++i) a[i] = c + min(group + i * groups, rows - 1) * table.slab_pitch;
+    for (int i = 0; i < TM; ++i) a[i] = c + min(group + i * groups, rows - 1) * slab_pitch;
     float sum[TM][4] = {};
     for (int j = 0; j < slab.num_q; ++j) {
 #pragma unroll 1
-      for (int r = 0; r < table.rank4; r += 4) {
+      for (int r = 0; r < depth; r += 4) {
         float4 b[4];
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
-          b[l] = load4(owner + (k + l * steps) * table.owner_pitch + j * table.owner_piece + r);
+          b[l] = load4(owner + (k + l * steps) * owner_pitch + j * owner_piece + r);
         }
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
-          const float4 x = load4(a[i] + j * table.rank_pitch + r);
+          const float4 x = load4(a[i] + j * rank_pitch + r);
 #pragma unroll
           for (int l = 0; l < 4; ++l) dot4(sum[i][l], x, b[l]);
         }
@@ -174,7 +185,7 @@ __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab sl
       if (group + i * groups >= rows) continue;
 #pragma unroll
       for (int l = 0; l < 4; ++l) {
-        if (k + l * steps < table.left_rank) put(group + i * groups, k + l * steps, sum[i][l]);
+        if (k + l * steps < left_rank) put(group + i * groups, k + l * steps, sum[i][l]);
       }
     }
   }
@@ -186,13 +197,14 @@ __device__ __forceinline__ void split_left_gradients(const DeviceTable& table, c
                                                      const Element* weights, const float* left_gradient,
                                                      const Sum& gradients) {
   const int q1 = table.q[0], q2 = table.q[1], r1 = table.r[1], r2 = table.left_rank;
+  const int left_rows = table.left_rows, pitch = table.left_pitch;
   for (int i = threadIdx.x; i < (end - begin) * q1 * r1; i += kThreads) {
     const int flow = i / (q1 * r1), m = i / r1 % q1, k = i % r1;
     const Element* const second = weights + tile.flow_left[1][begin + flow] + k * q2 * r2;
     float sum = 0.f;
 #pragma unroll 1
     for (int j = 0; j < q2; ++j) {
-      const float* const gradient = left_gradient + (flow * table.left_rows + m * q2 + j) * table.left_pitch;
+      const float* const gradient = left_gradient + (flow * left_rows + m * q2 + j) * pitch;
       for (int r = 0; r < r2; ++r) sum += gradient[r] * read(second + j * r2 + r);
     }
     gradients.add(tile.flow_left[0][begin + flow] + m * r1 + k, sum);
@@ -202,7 +214,7 @@ __device__ __forceinline__ void split_left_gradients(const DeviceTable& table, c
     const Element* const first = weights + tile.flow_left[0][begin + flow] + k;
     float sum = 0.f;
     for (int m = 0; m < q1; ++m) {
-      sum += read(first + m * r1) * left_gradient[(flow * table.left_rows + m * q2 + j) * table.left_pitch + r];
+      sum += read(first + m * r1) * left_gradient[(flow * left_rows + m * q2 + j) * pitch + r];
     }
     gradients.add(tile.flow_left[1][begin + flow] + (k * q2 + j) * r2 + r, sum);
   }
@@ -228,19 +240,21 @@ class OwnerGradient {
   template <bool kSplitLeft>
   __device__ __forceinline__ void add(const DeviceTable& table, Slab slab, bool tf32, const float* left, const float* c,
                                       int rows) {
+    const TableShape shape = table;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      if (table.tensor_gradients) {
-        const GradientStrip strip(table, slab, t);
-        if (strip.valid) add_owner_gradients<kSplitLeft>(table, slab, tf32, strip, left, c, rows, sum_[t]);
+      if (shape.tensor_gradients) {
+        const GradientStrip strip(shape, slab, t);
+        if (strip.valid) add_owner_gradients<kSplitLeft>(shape, slab, tf32, strip, left, c, rows, sum_[t]);
         continue;
       }
-      const Place place(table, slab, t);
+      const Place place(shape, slab, t);
       if (!place.valid) continue;
+      const int column = place.j * shape.rank_pitch + place.r;
 #pragma unroll 2
       for (int m = 0; m < rows; ++m) {
-        const float4 a = load4(left + m * table.left_pitch + place.k);
-        const float4 b = load4(c + m * table.slab_pitch + place.j * table.rank_pitch + place.r);
+        const float4 a = load4(left + m * shape.left_pitch + place.k);
+        const float4 b = load4(c + m * shape.slab_pitch + column);
         fma4(sum_[t][0], a.x, b);
         fma4(sum_[t][1], a.y, b);
         fma4(sum_[t][2], a.z, b);
@@ -252,35 +266,36 @@ class OwnerGradient {
   // Adds the sum to the gradient of the slice, and starts anew.
   template <class Sum>
   __device__ __forceinline__ void flush(const DeviceTable& table, Slab slab, int64_t slice, const Sum& gradients) {
+    const TableShape shape = table;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const Place place(table, slab, t);
+      const Place place(shape, slab, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        int64_t column = (slab.first_q + place.j) * table.rank + place.r;
+        int64_t column = (slab.first_q + place.j) * shape.rank + place.r;
         int row = place.k + i;
-        bool valid = place.valid && row < table.left_rank;
+        bool valid = place.valid && row < shape.left_rank;
         float4 value = make_float4(sum_[t][i][0], sum_[t][i][1], sum_[t][i][2], sum_[t][i][3]);
-        if (table.tensor_gradients) {
-          const GradientStrip strip(table, slab, t);
+        if (shape.tensor_gradients) {
+          const GradientStrip strip(shape, slab, t);
           const Quad quad = quad_of(sum_[t][i]);
           row = strip.row + quad.row;
-          column = slab.first_q * table.rank + (strip.column + i) * 8 + quad.column;
-          valid = strip.valid && (strip.column + i) * 8 < slab.num_q * table.rank;
+          column = slab.first_q * shape.rank + (strip.column + i) * 8 + quad.column;
+          valid = strip.valid && (strip.column + i) * 8 < slab.num_q * shape.rank;
           value = quad.value;
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum_[t][i][j] = 0.f;
         if (!valid) continue;
-        const int64_t to = slice + int64_t{row} * table.owner_q * table.rank + column;
-        if (table.aligned) {
+        const int64_t to = slice + int64_t{row} * shape.owner_q * shape.rank + column;
+        if (shape.aligned) {
           gradients.add4(to, value);
           continue;
         }
         gradients.add(to, value.x);
-        if (place.r + 1 < table.rank) gradients.add(to + 1, value.y);
-        if (place.r + 2 < table.rank) gradients.add(to + 2, value.z);
-        if (place.r + 3 < table.rank) gradients.add(to + 3, value.w);
+        if (place.r + 1 < shape.rank) gradients.add(to + 1, value.y);
+        if (place.r + 2 < shape.rank) gradients.add(to + 2, value.z);
+        if (place.r + 3 < shape.rank) gradients.add(to + 3, value.w);
       }
     }
   }
@@ -289,7 +304,7 @@ class OwnerGradient {
   struct Place {
     bool valid;
     int k, j, r;
-    __device__ __forceinline__ Place(const DeviceTable& table, Slab slab, int t) {
+    __device__ __forceinline__ Place(const TableShape& table, Slab slab, int t) {
       const int quads = table.rank4 / 4, columns = slab.num_q * quads, item = threadIdx.x + t * kThreads;
       valid = item < table.left_rank4 / 4 * columns;
       k = item / columns * 4;
@@ -356,32 +371,35 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
         product_gradients(table, slab, tile, flow, end, c, last, row);
       }
       __syncthreads();
+      const TableShape shape = table;
+      const int each = shape.left_rows, left_rank = shape.left_rank, left_pitch = shape.left_pitch;
+      const bool three_cores = shape.num_cores == 3;
       const auto left_gradient_of = [&](int left_row, int k) {  // three cores: an element of the weights
-        return tile.flow_left[0][flow + left_row / table.left_rows] + left_row % table.left_rows * table.left_rank + k;
+        return tile.flow_left[0][flow + left_row / each] + left_row % each * left_rank + k;
       };
-      if (table.tensor_gradients) {
+      if (shape.tensor_gradients) {
         const auto put = [&](int left_row, int k, float4 values) {
-          if (table.num_cores == 3) {
+          if (three_cores) {
             p.gradients.add4(left_gradient_of(left_row, k), values);
           } else {
-            store4(left_gradient + left_row * table.left_pitch + k, values);
+            store4(left_gradient + left_row * left_pitch + k, values);
           }
         };
-        left_gradients_by_warps<SLAB == kSmallSlab ? 1 : 2>(table, slab, p.tf32, c, owner, left_rows, put);
-      } else if (table.num_cores > 2) {
+        left_gradients_by_warps<2>(table, slab, p.tf32, c, owner, left_rows, put);
+      } else if (shape.num_cores > 2) {
         const auto put = [&](int left_row, int k, float value) {
-          if (table.num_cores == 3) {
+          if (three_cores) {
             p.gradients.add(left_gradient_of(left_row, k), value);
           } else {
-            left_gradient[left_row * table.left_pitch + k] = value;
+            left_gradient[left_row * left_pitch + k] = value;
           }
         };
-        with_tile_height<SLAB == kSmallSlab ? 1 : 2>(left_rows, table.left_rank4 / 4, [&](auto height) {
+        with_tile_height<SLAB == kSmallSlab ? 1 : 2>(left_rows, shape.left_rank4 / 4, [&](auto height) {
           left_gradients<height.value>(table, slab, c, owner, left_rows, put);
         });
       }
       owner_gradient.template add<kIsFloat<Element>>(table, slab, p.tf32, left, c, left_rows);
-      if (table.num_cores == 4) {
+      if (shape.num_cores == 4) {
         __syncthreads();
         split_left_gradients(table, tile, flow, end, p.weights, left_gradient, p.gradients);
       }

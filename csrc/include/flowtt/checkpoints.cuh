@@ -76,10 +76,12 @@ __device__ __forceinline__ void find_borders(Borders& borders, const Tile& tile,
 // block.
 template <class Body>
 __device__ __forceinline__ void for_product(const DeviceTable& table, Slab slab, const Body& body) {
-  const int quads = table.rank4 / 4, each = slab.num_q * quads;
+  const TableShape shape = table;
+  const int quads = shape.rank4 / 4, each = slab.num_q * quads, count = shape.left_rows * each;
+  const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < table.left_rows * each; i += kThreads) {
-    body(i / each * table.slab_pitch + i % each / quads * table.rank_pitch + i % quads * 4, i * 4);
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    body(i / each * slab_pitch + i % each / quads * rank_pitch + i % quads * 4, i * 4);
   }
 }
 

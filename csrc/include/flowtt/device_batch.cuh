@@ -1,6 +1,7 @@
 // Reading a batch on the device.
 #pragma once
 
+#include "flowtt/bisection.cuh"
 #include "flowtt/device_table.h"
 #include "flowtt/platform.cuh"
 
@@ -26,9 +27,33 @@ FLOWTT_INLINE int64_t offset_at(const DeviceBatch& batch, int64_t bag) {
   return integer_at(batch.offsets, batch.wide_offsets, bag);
 }
 
-// Number in the plan's wave of a distinct row; -1: it is not in it.
-FLOWTT_INLINE int wave_row(const DevicePlan& plan, int row) {
-  return row >= plan.begin_row && row - plan.begin_row < plan.counts[0] ? row - plan.begin_row : -1;
+// The distinct rows of a plan's wave, read once.
+class WaveRows {
+ public:
+  FLOWTT_INLINE explicit WaveRows(const DevicePlan& plan)
+      : begin_(plan.begin_row), count_(static_cast<int>(plan.counts[0])) {}
+  // Number in the wave of a distinct row; -1: it is not in it.
+  FLOWTT_INLINE int operator()(int row) const { return row >= begin_ && row - begin_ < count_ ? row - begin_ : -1; }
+  // Whether it has any of the rows first ... last.
+  FLOWTT_INLINE bool meets(int first, int last) const { return first - begin_ < count_ && last >= begin_; }
+
+ private:
+  int begin_, count_;
+};
+
+// The last of `num_rows` distinct rows that starts at or before a place in the sorted order.
+FLOWTT_INLINE int row_at(const DevicePlan& plan, int num_rows, int place) {
+  return last_where(num_rows, [&](int row) { return plan.row_starts[row] <= place; });
+}
+
+// Distinct rows of 32 places from `first` on, a lane a place: `row` is that of the first one, `limit` at least that of
+// the place after them.
+FLOWTT_INLINE int row_of_lane(const DevicePlan& plan, int first, int row, int limit) {
+  const int lane = threadIdx.x % 32, next = row + 1 + lane;
+  const int start = next <= limit ? plan.row_starts[next] - first : 32;
+  unsigned starts = start < 32 ? 1u << start : 0u;
+  for (int lanes = 16; lanes > 0; lanes /= 2) starts |= __shfl_xor_sync(0xffffffffu, starts, lanes);
+  return row + __popc(starts & (0xffffffffu >> (31 - lane)));
 }
 
 // Whether the batch has failed, or is empty: its first wave has no rows.

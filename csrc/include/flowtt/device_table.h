@@ -27,7 +27,21 @@ constexpr int kGradientStrip = 4;  // tiles of 16 x 8 of the owner's gradient th
 //   C      [flows * left_rows] rows of slab_pitch, in it slab_q pieces of rank_pitch
 //   last   [rows] of last_pitch, in it [rank4, q4]
 //   E      [rows] of row_pitch, in it [left_rows * owner_q, q4]
-struct DeviceTable {
+//
+// Three sectors of 32 bytes. Functions begin with a copy: what they write might otherwise be the descriptor, for all
+// that the compiler knows, and it would be read again and again.
+struct alignas(32) TableShape {
+  int32_t left_rows, left_rank, left_rank4, owner_q, rank, rank4, last_q, last_q4;
+  int32_t slab_q, left_pitch, owner_piece, owner_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
+  int32_t num_cores;
+  int32_t max_flows;  // of a batch
+  int32_t aligned;    // slices start at, and their rows are, whole groups of four elements
+  // What tensor cores make: C; the gradients of left and owner; E, dC and the last core's gradients.
+  int32_t tensor_products, tensor_gradients, tensor_rows;
+  int32_t slab_magic, last_magic;  // for divide() by slab_q and last_q
+};
+
+struct DeviceTable : TableShape {
   int64_t num_embeddings;
   int64_t core_offset[kMaxCores];
   int64_t slice_offset[kMaxCores];
@@ -36,20 +50,14 @@ struct DeviceTable {
   int32_t r[kMaxCores + 1];
   int32_t digit_shift[kMaxCores];
   int32_t slice_size[kMaxCores];
-  int32_t num_cores, dim;
-  int32_t left_rows, left_rank, left_rank4, owner_q, rank, rank4, last_q, last_q4;
-  int32_t slab_q, left_pitch, owner_piece, owner_pitch, rank_pitch, slab_pitch, last_pitch, row_pitch;
-  int32_t max_flows;  // of a batch
-  int32_t aligned;    // slices start at, and their rows are, whole groups of four elements
-  // What tensor cores make: C; the gradients of left and owner; E, dC and the last core's gradients.
-  int32_t tensor_products, tensor_gradients, tensor_rows;
-  int32_t slab_magic, last_magic;  // for divide() by slab_q and last_q
-  int32_t unused;
+  int32_t dim;
 };
 
 struct DeviceFeature {
   int32_t table, column;
 };
+
+enum class Direction { kForward, kBackward };
 
 // The batch and the plan, with every pointer on the device.
 struct DeviceBatch {
@@ -110,7 +118,7 @@ constexpr int divide(int k, int magic) { return k * magic >> 16; }
 
 // Describes a table for kernels that keep at most `slab` elements of a middle slice, of this many bytes each, in shared
 // memory.
-inline DeviceTable device_table(const Table& table, int slab, int element_bytes) {
+inline DeviceTable device_table(const Table& table, int slab, int element_bytes, Direction direction) {
   DeviceTable t{};
   t.num_embeddings = table.num_embeddings;
   t.num_cores = table.num_cores;
@@ -144,7 +152,10 @@ inline DeviceTable device_table(const Table& table, int slab, int element_bytes)
   t.slab_q = fit < 1 ? 1 : fit < t.owner_q ? fit : t.owner_q;
   t.left_pitch = odd_pitch(t.left_rank);
   t.owner_piece = element_bytes == 4 ? odd_pitch(t.rank) : (t.rank + 7) / 8 * 8;
-  t.owner_pitch = odd_pitch(int64_t{t.slab_q} * t.owner_piece, element_bytes == 4 ? 4 : 8);
+  // Floats are read by four rows and eight columns at a time in forward, by eight rows and four columns in backward
+  // too.
+  const int unit = element_bytes == 2 || direction == Direction::kForward ? 8 : 4;
+  t.owner_pitch = odd_pitch(int64_t{t.slab_q} * t.owner_piece, unit);
   t.rank_pitch = odd_pitch(t.rank);
   t.slab_pitch = odd_pitch(int64_t{t.slab_q} * t.rank_pitch);
   t.last_pitch = odd_pitch(int64_t{t.rank4} * t.last_q4);

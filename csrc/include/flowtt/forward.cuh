@@ -57,22 +57,22 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
   while (next_tile(tile, word, p.batch, p.plan, p.schedule, borders_of)) {
     for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
       const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
-      end = batch_end(tile, flow, table.max_flows);
+      const TableShape shape = table;
+      end = batch_end(tile, flow, shape.max_flows);
       const Slab slab = slab_of(table, tile.slab);
       if (slab.num_q <= 0) continue;
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
       if (flow == 0 && borders.keeps && borders.held_at > 0) {
         for_product(table, slab, [&](int i, int) {
-          store4(c + i, load4(c + borders.held_at * table.left_rows * table.slab_pitch + i));
+          store4(c + i, load4(c + borders.held_at * shape.left_rows * shape.slab_pitch + i));
         });
       }
       claim(p.checkpoints, borders, tile, flow, end, *word);
-      if (threadIdx.x == 0 && tile.slab == 0) {
-        FLOWTT_COUNT("prefix products", made_here(borders, tile, flow, end).count());
-      }
+      const Flows made = made_here(borders, tile, flow, end);
+      if (threadIdx.x == 0 && tile.slab == 0) FLOWTT_COUNT("prefix products", made.count());
       if (flow > 0) __syncthreads();  // the last batch's readers are done
-      if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
-        if (borders.loaded != tile.flow_owner[flow] + slab.first_q * table.rank) {
+      if (made.count() > 0) {
+        if (borders.loaded != tile.flow_owner[flow] + slab.first_q * shape.rank) {
           load_owner(table, p.weights + tile.flow_owner[flow], slab, owner);
         }
         load_left(table, p.weights, tile, made.begin, made.end, left);
@@ -82,20 +82,20 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       __pipeline_commit();
       __pipeline_wait_prior(1);
       __syncthreads();
-      if (const Flows made = made_here(borders, tile, flow, end); made.count() > 0) {
+      if (made.count() > 0) {
         make_products<2, 4>(table, slab, p.tf32, left, owner,
-                            c + (made.begin - flow) * table.left_rows * table.slab_pitch,
-                            made.count() * table.left_rows);
-        if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + slab.first_q * table.rank;
+                            c + (made.begin - flow) * shape.left_rows * shape.slab_pitch,
+                            made.count() * shape.left_rows);
+        if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + slab.first_q * shape.rank;
       }
       __pipeline_wait_prior(0);
       __syncthreads();
       hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
-      if (table.tensor_rows && table.left_rows * slab.num_q % 16 == 0) {
+      if (shape.tensor_rows && shape.left_rows * slab.num_q % 16 == 0) {
         row_products_by_warps(table, slab, p.tf32, tile, flow, end, c, last, p.rows, p.row_stride);
       } else {
         with_tile_height<kIsFloat<Element> ? 4 : 2>(
-            (end_row - first_row) * table.left_rows * slab.num_q, table.last_q4 / 4, [&](auto height) {
+            (end_row - first_row) * shape.left_rows * slab.num_q, shape.last_q4 / 4, [&](auto height) {
               row_products<height.value>(table, slab, tile, first_row, end_row, flow, c, last, p.rows, p.row_stride);
             });
       }

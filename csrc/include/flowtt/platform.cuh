@@ -18,6 +18,9 @@
   (static_cast<void>(stream),                                         \
    ::cuda_emulation::launch(kernel, dim3(grid), dim3(block), shared_bytes, __FILE__, __LINE__, __VA_ARGS__))
 #define FLOWTT_COUNT(name, amount) ::cuda_emulation::count(name, amount)
+#ifdef FLOWTT_CUDA_CHECKED
+#define FLOWTT_COUNT_OFTEN(name, amount) FLOWTT_COUNT(name, amount)  // slow: only in the checked build
+#endif
 #else
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
@@ -28,6 +31,9 @@
 #define FLOWTT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   ::flowtt::launch(kernel, grid, block, shared_bytes, stream, __VA_ARGS__)
 #define FLOWTT_COUNT(name, amount) static_cast<void>(0)  // work that the emulator counts
+#endif
+#ifndef FLOWTT_COUNT_OFTEN
+#define FLOWTT_COUNT_OFTEN(name, amount) static_cast<void>(0)
 #endif
 
 namespace flowtt {
@@ -78,12 +84,14 @@ FLOWTT_INLINE float4 load4(const float* p) { return *reinterpret_cast<const floa
 FLOWTT_INLINE void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
 FLOWTT_INLINE void fma4(float (&sum)[4], float a, float4 b) {
+  FLOWTT_COUNT_OFTEN("multiply-adds", 4);
   sum[0] += a * b.x;
   sum[1] += a * b.y;
   sum[2] += a * b.z;
   sum[3] += a * b.w;
 }
 FLOWTT_INLINE void fma4(float4& sum, float a, float4 b) {
+  FLOWTT_COUNT_OFTEN("multiply-adds", 4);
   sum.x += a * b.x;
   sum.y += a * b.y;
   sum.z += a * b.z;
@@ -92,6 +100,7 @@ FLOWTT_INLINE void fma4(float4& sum, float a, float4 b) {
 
 // Four fused multiply-adds; one sum of products would be a multiplication, three of them and an addition.
 FLOWTT_INLINE void dot4(float& sum, float4 a, float4 b) {
+  FLOWTT_COUNT_OFTEN("multiply-adds", 4);
   sum += a.x * b.x;
   sum += a.y * b.y;
   sum += a.z * b.z;

@@ -27,6 +27,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[4], const float (&a)[4]
   } all[32];
   ::cuda_emulation::gather({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if (lane == 0) FLOWTT_COUNT_OFTEN("TF32 multiply-adds", 1024);
   for (int k = 0; k < 8; ++k) {
     const int q = k % 4, half = k / 4;
     const float* const row = all[4 * g + q].a + 2 * half;
@@ -94,6 +95,7 @@ __device__ __forceinline__ void multiply_16(float (&d)[4], const uint32_t (&a)[4
   } all[32];
   ::cuda_emulation::gather({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, all);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if (lane == 0) FLOWTT_COUNT_OFTEN("16-bit multiply-adds", 2048);
   const auto half = [](uint32_t pair, int k) { return widen(Element{static_cast<uint16_t>(pair >> k % 2 * 16)}); };
   for (int k = 0; k < 16; ++k) {
     const int q = k % 8 / 2, upper = k / 8;

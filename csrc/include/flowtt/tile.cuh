@@ -18,6 +18,7 @@ struct Tile {
   int64_t flow_left[2][kMaxTileRows];
   int flow_table[kMaxTileRows];
   int flow_first[kMaxTileRows + 1];  // first row of each flow, counted in the tile
+  int owner_end[kMaxTileRows];       // flow after the last of those from it on that share its owner's slice
 };
 
 FLOWTT_INLINE int64_t slice_at(const DeviceTable& table, int64_t key, int k) {
@@ -40,13 +41,18 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
   const DeviceTable& table = batch.tables[number_of_table];
   const bool head = mine && (lane == 0 || one_row_flows || (key ^ before) >> table.digit_shift[0] != 0);
   const unsigned heads = __ballot_sync(0xffffffffu, head);
+  const int64_t owner = slice_at(table, key, table.num_cores - 2);
+  const int64_t owner_before = __shfl_up_sync(0xffffffffu, owner, 1);
+  const unsigned owners = __ballot_sync(0xffffffffu, mine && lane > 0 && owner != owner_before);
   if (mine) {
     const int flow = __popc(heads & (0xffffffffu >> (31 - lane))) - 1, last = table.num_cores - 1;
     tile.row_flow[lane] = flow;
     tile.row_last[lane] = slice_at(table, key, last);
     if (head) {
       tile.flow_key[flow] = one_row_flows ? first + lane : key >> table.digit_shift[0] << table.digit_shift[0];
-      tile.flow_owner[flow] = slice_at(table, key, last - 1);
+      tile.flow_owner[flow] = owner;
+      const unsigned next = owners & ~(0xffffffffu >> (31 - lane));  // lanes after this one where an owner begins
+      tile.owner_end[flow] = __popc(next == 0 ? heads : heads & ((next & (0u - next)) - 1));
       for (int k = 0; k < 2; ++k) tile.flow_left[k][flow] = k < last - 1 ? slice_at(table, key, k) : 0;
       tile.flow_table[flow] = number_of_table;
       tile.flow_first[flow] = lane;
@@ -64,10 +70,7 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
 
 // Flows from `flow` on that can be worked on together: they share the owner's slice.
 __device__ __forceinline__ int batch_end(const Tile& tile, int flow, int max_flows) {
-  const int limit = min(tile.num_flows, flow + max_flows);
-  int end = flow + 1;
-  while (end < limit && tile.flow_owner[end] == tile.flow_owner[flow]) ++end;
-  return end;
+  return min(tile.owner_end[flow], flow + max_flows);
 }
 
 // A slab of the middle slice: `num_q` of its columns of `rank`, from `first_q` on.
@@ -76,8 +79,8 @@ struct Slab {
 };
 
 FLOWTT_INLINE Slab slab_of(const DeviceTable& table, int number) {
-  const int first_q = number * table.slab_q;
-  return {first_q, min(table.slab_q, table.owner_q - first_q)};
+  const int slab_q = table.slab_q, first_q = number * slab_q;
+  return {first_q, min(slab_q, table.owner_q - first_q)};
 }
 
 // A warp's part of a product that has a column for every column of a flow's rows.
@@ -85,28 +88,39 @@ struct FlowStrip {
   int part, flow;       // of several parts of the product; flow, counted in the batch
   int first_row;        // of the flow, counted in the tile
   int column, columns;  // the first of eight, and how many the flow has
-
-  FLOWTT_INLINE bool empty() const { return column >= columns; }
 };
 
-// All such parts for flows [begin, end): as many for each as the longest can have, so some are empty.
+// All such parts for flows [begin, end), at most 32. For whole warps: a lane keeps what there is of one flow.
 class FlowStrips {
  public:
-  FLOWTT_INLINE FlowStrips(const DeviceTable& table, const Tile& tile, int begin, int end, int parts)
-      : tile_(tile), begin_(begin), flows_(end - begin), parts_(parts), width_(table.last_q) {}
-  FLOWTT_INLINE int count() const {
-    const int longest = tile_.flow_first[begin_ + flows_] - tile_.flow_first[begin_] - flows_ + 1;
-    return (longest * width_ + 7) / 8 * flows_ * parts_;
+  __device__ __forceinline__ FlowStrips(const TableShape& shape, const Tile& tile, int begin, int end, int parts)
+      : parts_(parts), width_(shape.last_q) {
+    const int lane = threadIdx.x % 32, flow = min(begin + lane, end);
+    const int first = tile.flow_first[flow], rows = tile.flow_first[min(flow + 1, end)] - first;
+    int strips = (rows * width_ + 7) / 8;
+    int until = strips;  // running sum
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, until, lanes);
+      if (lane >= lanes) until += before;
+    }
+    start_ = until - strips;
+    flow_ = first << 16 | rows;
+    count_ = __shfl_sync(0xffffffffu, until, 31);
+    if (begin + lane >= end) start_ = count_;
   }
-  FLOWTT_INLINE FlowStrip operator[](int item) const {
-    const int flow = item / parts_ % flows_, first = tile_.flow_first[begin_ + flow];
-    return {item % parts_, flow, first, item / (parts_ * flows_) * 8,
-            (tile_.flow_first[begin_ + flow + 1] - first) * width_};
+  __device__ __forceinline__ int count() const { return count_ * parts_; }
+  __device__ __forceinline__ FlowStrip operator[](int item) const {
+    const int strip = item / parts_;
+    const int flow = __popc(__ballot_sync(0xffffffffu, start_ <= strip)) - 1;
+    const int rows = __shfl_sync(0xffffffffu, flow_, flow);
+    const int start = __shfl_sync(0xffffffffu, start_, flow);
+    return {item % parts_, flow, rows >> 16, (strip - start) * 8, (rows & 0xffff) * width_};
   }
 
  private:
-  const Tile& tile_;
-  int begin_, flows_, parts_, width_;
+  int parts_, width_;
+  int start_, flow_;  // of the lane's flow: number of its first strip; first row and rows
+  int count_;         // strips
 };
 
 // Copies a matrix [rows, columns] of the weights to shared memory, rows `pitch` apart, padded with zeros to multiples
@@ -137,18 +151,21 @@ __device__ __forceinline__ void copy_matrix(Element* to, int pitch, const Elemen
 template <class Element>
 __device__ __forceinline__ void load_left(const DeviceTable& table, const Element* weights, const Tile& tile, int begin,
                                           int end, float* left) {
-  if (table.num_cores == 3) {
-    const int quads = table.left_rank4 / 4, each = table.left_rows * quads;
+  const TableShape shape = table;
+  const int left_rows = shape.left_rows, left_rank = shape.left_rank, pitch = shape.left_pitch;
+  if (shape.num_cores == 3) {
+    const bool aligned = shape.aligned != 0;
+    const int quads = shape.left_rank4 / 4, each = left_rows * quads;
     for (int i = threadIdx.x; i < (end - begin) * each; i += kThreads) {
       const int flow = i / each, row = i % each / quads, column = i % quads * 4;
-      const Element* const from = weights + tile.flow_left[0][begin + flow] + row * table.left_rank + column;
-      float* const to = left + (flow * table.left_rows + row) * table.left_pitch + column;
-      if (table.aligned) {
+      const Element* const from = weights + tile.flow_left[0][begin + flow] + row * left_rank + column;
+      float* const to = left + (flow * left_rows + row) * pitch + column;
+      if (aligned) {
         copy4(to, from);
         continue;
       }
       for (int k = 0; k < 4; ++k) {
-        if (column + k < table.left_rank) {
+        if (column + k < left_rank) {
           copy1(to + k, from + k);
         } else {
           to[k] = 0.f;
@@ -157,28 +174,30 @@ __device__ __forceinline__ void load_left(const DeviceTable& table, const Elemen
     }
     return;
   }
-  const int columns4 = table.left_rank4, each = table.left_rows * columns4;
+  const int num_cores = shape.num_cores, q2 = table.q[1], r1 = table.r[1];
+  const int columns4 = shape.left_rank4, each = left_rows * columns4;
   for (int i = threadIdx.x; i < (end - begin) * each; i += kThreads) {
     const int flow = i / each, row = i % each / columns4, column = i % columns4;
     float sum = 0.f;
-    if (table.num_cores == 2) {
+    if (num_cores == 2) {
       sum = column == 0 ? 1.f : 0.f;
-    } else if (column < table.left_rank) {  // G_1 * G_2
-      const int q2 = table.q[1], r1 = table.r[1];
+    } else if (column < left_rank) {  // G_1 * G_2
       const Element* const first = weights + tile.flow_left[0][begin + flow] + row / q2 * r1;
-      const Element* const second = weights + tile.flow_left[1][begin + flow] + row % q2 * table.left_rank + column;
-      for (int k = 0; k < r1; ++k) sum += read(first + k) * read(second + k * q2 * table.left_rank);
+      const Element* const second = weights + tile.flow_left[1][begin + flow] + row % q2 * left_rank + column;
+      for (int k = 0; k < r1; ++k) sum += read(first + k) * read(second + k * q2 * left_rank);
     }
-    left[(flow * table.left_rows + row) * table.left_pitch + column] = sum;
+    left[(flow * left_rows + row) * pitch + column] = sum;
   }
 }
 
 template <class Element>
 __device__ __forceinline__ void load_owner(const DeviceTable& table, const Element* slice, Slab slab, Element* owner) {
+  const TableShape shape = table;
+  const int rank = shape.rank, stride = shape.owner_q * rank, rows = shape.left_rank;
+  const int piece = shape.owner_piece, pitch = shape.owner_pitch;
+  const bool aligned = shape.aligned != 0 && rows % 4 == 0;
   for (int j = 0; j < slab.num_q; ++j) {
-    copy_matrix(owner + j * table.owner_piece, table.owner_pitch, slice + (slab.first_q + j) * table.rank,
-                table.owner_q * table.rank, table.left_rank, table.rank,
-                table.aligned != 0 && table.left_rank % 4 == 0);
+    copy_matrix(owner + j * piece, pitch, slice + (slab.first_q + j) * rank, stride, rows, rank, aligned);
   }
 }
 
@@ -186,17 +205,18 @@ __device__ __forceinline__ void load_owner(const DeviceTable& table, const Eleme
 template <class Element>
 __device__ __forceinline__ void load_last(const DeviceTable& table, const Element* weights, const Tile& tile, int begin,
                                           int end, Element* last) {
-  if (table.aligned != 0 && table.rank % 4 == 0) {
-    const int quads = table.rank * table.last_q / 4;
+  const TableShape shape = table;
+  if (shape.aligned != 0 && shape.rank % 4 == 0) {
+    const int quads = shape.rank * shape.last_q / 4, pitch = shape.last_pitch;
     for (int i = threadIdx.x; i < (end - begin) * quads; i += kThreads) {
       const int row = begin + i / quads, column = i % quads * 4;
-      copy4(last + row * table.last_pitch + column, weights + tile.row_last[row] + column);
+      copy4(last + row * pitch + column, weights + tile.row_last[row] + column);
     }
     return;
   }
   for (int row = begin; row < end; ++row) {
-    copy_matrix(last + row * table.last_pitch, table.last_q4, weights + tile.row_last[row], table.last_q, table.rank,
-                table.last_q, false);
+    copy_matrix(last + row * shape.last_pitch, shape.last_q4, weights + tile.row_last[row], shape.last_q, shape.rank,
+                shape.last_q, false);
   }
 }
 
