@@ -268,8 +268,8 @@ MUTATIONS = [
     Mutation(
         "first row of the next wave is taken for one of this",
         "device_batch.cuh",
-        "row - plan.begin_row < plan.counts[0]",
-        "row - plan.begin_row <= plan.counts[0]",
+        "row - begin_ < count_",
+        "row - begin_ <= count_",
         "backward",
         f"{CHECKER}|{WRONG}",
     ),
@@ -308,7 +308,7 @@ MUTATIONS = [
     Mutation(
         "gradients of a failed batch's weights are not written",
         "row_gradients.cuh",
-        "if (has_no_rows(plan) && lane == 0) gradients[lookup] = 0.f;",
+        "if (has_no_rows(p.plan) && lane < count) gradients[p.plan.lookups[span * 32 + lane]] = 0.f;",
         "",
         "backward",
         WRONG,
