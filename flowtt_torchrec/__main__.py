@@ -7,23 +7,16 @@ import argparse
 import functools
 import json
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from flowtt_torchrec.calibration import calibrate
 from flowtt_torchrec.ops import backend_info
+from flowtt_torchrec.precision import compute_dtype
 from flowtt_torchrec.shapes import OBJECTIVES
 from flowtt_torchrec.spec import TTSpec, compress_to_fit
 from flowtt_torchrec.versions import versions
-
-
-@dataclass
-class _Table:
-    name: str
-    num_embeddings: int
-    embedding_dim: int
 
 
 def environment() -> dict[str, str]:
@@ -74,10 +67,16 @@ def _specs(options: argparse.Namespace) -> dict[str, TTSpec]:
 
     if options.specs is not None:
         return {name: TTSpec.from_dict(spec) for name, spec in json.loads(options.specs.read_text()).items()}
-    tables = [_Table(name, *size) for name, size in saved_dense_tables(options.source).items()]
+    tables = saved_dense_tables(options.source)
     suggest = {"rank": options.rank, "num_cores": options.num_cores, "objective": options.objective}
     if options.budget is not None:
-        return compress_to_fit(tables, options.budget, **suggest)
+        return compress_to_fit(
+            tables,
+            options.budget,
+            element_size=max((table.dtype.itemsize for table in tables), default=4),
+            core_element_size=max((compute_dtype(table.dtype).itemsize for table in tables), default=4),
+            **suggest,
+        )
     unknown = sorted(set(options.tables) - {table.name for table in tables})
     if unknown:
         raise ValueError(f"{options.source} has no dense table {', '.join(unknown)}")

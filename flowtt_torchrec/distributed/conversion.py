@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +52,20 @@ def saved_specs(checkpoint: PathLike) -> dict[str, TTSpec]:
     return {split_bag(bag): spec for bag, spec in _saved_specs(read_entries(checkpoint)).items()}
 
 
-def saved_dense_tables(checkpoint: PathLike) -> dict[str, tuple[int, int]]:
-    """Rows and columns of each dense table in a checkpoint."""
-    return {table: (value.size[0], value.size[1]) for _, table, value in _dense_tables(read_entries(checkpoint))}
+@dataclass
+class SavedDenseTable:
+    """Size of a dense table in a checkpoint, and the type of its numbers."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: torch.dtype
+
+
+def saved_dense_tables(checkpoint: PathLike) -> list[SavedDenseTable]:
+    """The dense tables in a checkpoint."""
+    found = _dense_tables(read_entries(checkpoint))
+    return [SavedDenseTable(table, value.size[0], value.size[1], value.dtype) for _, table, value in found]
 
 
 def compress_checkpoint(

@@ -194,7 +194,10 @@ def test_conversion_of_directories_and_files_there_and_back(
         assert errors.keys() == SPECS.keys()
         assert all(error < 1e-6 for error in errors.values())
         assert saved_specs(tmp_path / target) == SPECS
-        assert saved_dense_tables(tmp_path / target) == {"dense": (50, 16), "small": (40, 16)}
+        assert {(t.name, t.num_embeddings) for t in saved_dense_tables(tmp_path / target)} == {
+            ("dense", 50),
+            ("small", 40),
+        }
     assert sum("optimizer state of tables 'a', 'b', 'c', 'd' is left out" in line for line in lines) == 4
     for source, target in (("trains", "back"), ("trains.pt", "back.pt"), ("trains", "mixed_back.pt")):
         assert sorted(export_checkpoint(tmp_path / source, tmp_path / target, say=quiet)) == sorted(SPECS)
@@ -360,6 +363,20 @@ def test_tables_of_other_types(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.testing.assert_close(again.double(), table.double(), atol=tolerance, rtol=tolerance)
 
 
+def test_a_budget_counts_what_the_tables_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense tables in 16 bits take half; their cores are float32."""
+    tables = {"a": dense_weight(TABLES[0]), "c": dense_weight(TABLES[2])}
+    size = sum(weight.numel() for weight in tables.values())
+    for dtype, budget, compressed in ((torch.float16, 2 * size, []), (torch.float32, 4 * size - 1, ["a"])):
+        (tmp_path / str(dtype)).mkdir()
+        source = write(tmp_path / str(dtype), **{name: weight.to(dtype) for name, weight in tables.items()})
+        target = tmp_path / str(dtype) / "target"
+        options = ["compress", str(source), str(target), "--budget", str(budget), "--rank", "2"]
+        monkeypatch.setattr(sys, "argv", ["flowtt", *options])
+        command.main()
+        assert list(saved_specs(target)) == compressed
+
+
 def test_as_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path, a=dense_weight(TABLES[0]), c=dense_weight(TABLES[2]))
     for number, choice in enumerate((["--tables", "a", "--rank", "5"], ["--budget", "9kB", "--rank", "2"])):
@@ -370,7 +387,7 @@ def test_as_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert "table 'a': 100 x 16 to p (10, 10)" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["flowtt", "export", str(target), str(tmp_path / "dense.pt")])
     command.main()
-    assert set(saved_dense_tables(tmp_path / "dense.pt")) == {"a", "c"}
+    assert {table.name for table in saved_dense_tables(tmp_path / "dense.pt")} == {"a", "c"}
     assert f"wrote {tmp_path / 'dense.pt'}" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["flowtt", "compress", str(source), str(target), "--tables", "b"])
     with pytest.raises(SystemExit, match="1"):
