@@ -21,6 +21,7 @@ SharedSizes shared_sizes(std::vector<DeviceTable>& tables, int tile_rows, Direct
     sizes.last = std::max(sizes.last, tile_rows * t.last_pitch);
     if (direction == Direction::kForward) continue;
     sizes.row = std::max(sizes.row, tile_rows * t.row_pitch);
+    sizes.kept = std::max(sizes.kept, t.left_rows * t.slab_q * t.rank4);
     if (t.num_cores == 4) sizes.left_gradient = std::max(sizes.left_gradient, left_rows * t.left_pitch);
   }
   return sizes;

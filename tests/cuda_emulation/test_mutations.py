@@ -386,6 +386,14 @@ MUTATIONS = [
         WRONG,
     ),
     Mutation(
+        "product of a flow that goes on is not kept",
+        "backward.cuh",
+        "goes_on && !(keeps && tile.num_flows == 1)",
+        "goes_on && keeps",
+        "backward",
+        f"UNINITIALISED|{WRONG}",
+    ),
+    Mutation(
         "gradient of a slab goes to the first",
         "backward.cuh",
         "column = slab.first_q * shape.rank + (strip.column + i) * 8",

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "flowtt/checkpoints.cuh"
 #include "flowtt/gradient_sum.cuh"
 #include "flowtt/products.cuh"
 #include "flowtt/schedule.cuh"
@@ -23,16 +24,18 @@ struct LoadedSlab {
 
 template <class Element>
 struct BackwardShared {
-  int tile, loaded, word, left, owner, c, last, row, left_gradient;
+  int tile, loaded, borders, word, left, owner, c, kept, last, row, left_gradient;
   size_t bytes;
   __host__ __device__ explicit BackwardShared(const SharedSizes& sizes) {
     SharedPlan plan;
     tile = plan.take<Tile>(1);
     loaded = plan.take<LoadedSlab>(1);
+    borders = plan.take<Borders>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
     owner = plan.take<Element>(sizes.owner);
-    c = plan.take<float>(sizes.c);  // C, then dC
+    c = plan.take<float>(sizes.c);        // C, then dC
+    kept = plan.take<float>(sizes.kept);  // C of a flow that goes on in the next tile
     last = plan.take<Element>(sizes.last);
     row = plan.take<float>(sizes.row);
     left_gradient = plan.take<float>(sizes.left_gradient);
@@ -331,9 +334,14 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
   OwnerGradient<SLAB / (16 * kThreads)> owner_gradient;
   owner_gradient.clear();
   LoadedSlab& loaded = *shared_array<LoadedSlab>(raw, at.loaded, 1);
-  if (threadIdx.x == 0) loaded.slice = -1;
+  Borders& borders = *shared_array<Borders>(raw, at.borders, 1);
+  float* const kept = shared_array<float>(raw, at.kept, p.sizes.kept);
+  if (threadIdx.x == 0) loaded.slice = borders.held = -1;
 
-  while (next_tile(tile, word, p.batch, p.plan, p.schedule, [](TakenTile) {})) {
+  const auto borders_of = [&](TakenTile taken) {
+    find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, false);
+  };
+  while (next_tile(tile, word, p.batch, p.plan, p.schedule, borders_of)) {
     for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
       const DeviceTable& table = p.batch.tables[tile.flow_table[flow]];
       end = batch_end(tile, flow, table.max_flows);
@@ -356,9 +364,22 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       __pipeline_wait_prior(1);
       __syncthreads();
       if (threadIdx.x == 0) loaded = {&table, slice, slab};
-      make_products<2, 2>(table, slab, p.tf32, left, owner, c, left_rows);
+      const bool keeps = flow == 0 && borders.keeps, goes_on = end == tile.num_flows && borders.goes_on;
+      if (keeps) for_product(table, slab, [&](int i, int at) { store4(c + i, load4(kept + at)); });
+      if (const int first = keeps ? table.left_rows : 0; first < left_rows) {
+        make_products<2, 2>(table, slab, p.tf32, left + first * table.left_pitch, owner, c + first * table.slab_pitch,
+                            left_rows - first);
+      }
       __pipeline_wait_prior(0);
       __syncthreads();
+      if (goes_on && !(keeps && tile.num_flows == 1)) {
+        const float* const last_c = c + (left_rows - table.left_rows) * table.slab_pitch;
+        for_product(table, slab, [&](int i, int at) { store4(kept + at, load4(last_c + i)); });
+      }
+      if (end == tile.num_flows && threadIdx.x == 0) {
+        borders.held = goes_on ? tile.flow_key[end - 1] : -1;
+        borders.held_slab = tile.slab;
+      }
       if (table.tensor_rows) {
         last_gradients_by_warps(table, slab, p.tf32, tile, flow, end, c, row, p.gradients);
       } else {

@@ -100,7 +100,7 @@ struct Checkpoints {
 
 // Elements of the arrays in shared memory: the most that any table needs.
 struct SharedSizes {
-  int left, owner, c, last, row, left_gradient;
+  int left, owner, c, last, row, left_gradient, kept;
 };
 
 struct Pooling {
