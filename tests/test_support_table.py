@@ -67,7 +67,7 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_twin_training.py::test_empty_and_uneven_batches",
             f"{D}test_shared_tables.py::test_empty_batches_and_int32",
         ],
-        "out of range: fatal, warning or ignore, as FBGEMM": [
+        "out of range: fatal (`IndexError`, on a GPU from a later op), warning or ignore, as FBGEMM": [
             "test_batch_errors.py::test_indices_out_of_range",
             f"{D}test_sharder_errors.py::test_bounds_checks",
             f"{D}test_shared_tables.py::test_rows_out_of_range_are_named_by_their_number_in_the_table",
