@@ -99,7 +99,7 @@ PRESETS = {
         Effort(rounds=5, seconds=4, visit_seconds=0.03),
         Effort(rounds=5, seconds=9, visit_seconds=0.03),
     ),
-    # Every sweep; docs and plots are made from it. About 40 minutes.
+    # Every sweep; docs and plots are made from it. About 20 minutes.
     "full": Preset(
         "full",
         (
