@@ -187,6 +187,8 @@ void with_type(const Tensor& weights, const Body& body) {
 
 // Malloc may hand out larger ones without pages, every time anew: to fill those takes longer than to make the rows.
 constexpr size_t kPooledTensor = size_t{4} << 20;
+// Callers may hold many and let go of all at once. A loop needs one, or two if it holds one to the next step.
+constexpr int64_t kPooledTensorsKept = 2;
 
 // An uninitialised tensor of that type, of one or two dimensions.
 Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
@@ -196,7 +198,7 @@ Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayR
   if (bytes < kPooledTensor) return torch::stable::new_empty(weights, sizes, type);
   const std::array<int64_t, 2> strides{sizes.size() == 2 ? sizes[1] : 1, 1};
   return torch::stable::from_blob(cpu::allocate(bytes), sizes, {strides.data(), sizes.size()}, weights.device(), type,
-                                  [bytes](void* memory) { cpu::release_output(memory, bytes); });
+                                  [bytes](void* memory) { cpu::release(memory, bytes, kPooledTensorsKept); });
 }
 
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
-#include <limits>
 #include <mutex>
 #include <new>
 
@@ -17,8 +16,6 @@ namespace {
 
 constexpr size_t kLarge = size_t{1} << 20;
 constexpr size_t kHugePage = size_t{2} << 20;
-// Callers may hold many outputs and let go of all at once. A loop needs one, or two if it holds one to the next step.
-constexpr int64_t kOutputsKept = 2;
 
 size_t rounded_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -64,11 +61,11 @@ class LargeBlocks {
     return memory;
   }
 
-  // Keeps the block, unless `most` of its size are here already.
-  void put(void* memory, size_t bytes, int64_t most) {
+  // Keeps the block, unless `most_kept` of its size are here already.
+  void put(void* memory, size_t bytes, int64_t most_kept) {
     bytes = block_size(bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (std::count_if(blocks_.begin(), blocks_.end(), [=](const Block& b) { return b.bytes == bytes; }) >= most) {
+    if (std::count_if(blocks_.begin(), blocks_.end(), [=](const Block& b) { return b.bytes == bytes; }) >= most_kept) {
       std::free(memory);
       return;
     }
@@ -103,19 +100,11 @@ LargeBlocks& large_blocks() {
 
 void* allocate(size_t bytes) { return bytes < kLarge ? from_system(bytes, kAlignment) : large_blocks().take(bytes); }
 
-void release(void* memory, size_t bytes) {
+void release(void* memory, size_t bytes, int64_t most_kept) {
   if (memory == nullptr || bytes < kLarge) {
     std::free(memory);
   } else {
-    large_blocks().put(memory, bytes, std::numeric_limits<int64_t>::max());
-  }
-}
-
-void release_output(void* memory, size_t bytes) {
-  if (bytes < kLarge) {
-    std::free(memory);
-  } else {
-    large_blocks().put(memory, bytes, kOutputsKept);
+    large_blocks().put(memory, bytes, most_kept);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -12,12 +13,10 @@ namespace flowtt::cpu {
 constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
 
 // Uninitialised memory, aligned; `release` takes the same number of bytes, or null. Large blocks are kept for later
-// calls: to get their pages from the system again would cost more than to fill them. Both throw only std::bad_alloc.
+// calls, at most `most_kept` of a size: to get their pages from the system again would cost more than to fill them.
+// Both throw only std::bad_alloc.
 void* allocate(size_t bytes);
-void release(void* memory, size_t bytes);
-
-// As `release`, for what a caller had: only few blocks of a size are kept.
-void release_output(void* memory, size_t bytes);
+void release(void* memory, size_t bytes, int64_t most_kept = std::numeric_limits<int64_t>::max());
 
 // An aligned array of plain data. Pages that are never written take no memory, so a generous size is cheap.
 template <class T>

@@ -29,16 +29,16 @@ struct Invalid {
   int64_t first = -1;
 };
 
-// Fills in the bags of lookups [at, end), the first of which is in `bag` or a later one. Returns the bag of lookup
-// `end` if that is known to be another than that of the last one, else that of the last one.
+// Fills in the bags of lookups [at, end), the first of which is in `bag` or a later one. Returns that of the last.
 template <class Offset>
 int64_t fill_bags(const Offset* offsets, int64_t num_bags, int64_t bag, int64_t at, int64_t end, int32_t* bags) {
-  if (bag + end - at <= num_bags && offsets[bag] == at) {
-    Offset different = 0;  // from bags of one lookup each, which most batches have
+  while (offsets[bag + 1] <= at) ++bag;
+  if (bag + end - at <= num_bags) {
+    Offset different = 0;  // from bags that end one lookup after the other, as in most batches
     for (int64_t i = at; i < end; ++i) different |= offsets[bag + 1 + i - at] ^ static_cast<Offset>(i + 1);
     if (different == 0) {
       for (int64_t i = at; i < end; ++i) bags[i] = static_cast<int32_t>(bag + i - at);
-      return bag + end - at;
+      return bag + end - at - 1;
     }
   }
   while (at < end) {
