@@ -56,14 +56,14 @@ def _calibrate(options: argparse.Namespace) -> None:
 
 
 def _compress(options: argparse.Namespace) -> None:
-    from flowtt_torchrec.distributed import conversion  # needs torchrec, which `env` does not
+    from flowtt_torchrec.distributed.checkpoint import conversion  # needs torchrec, which `env` does not
 
     conversion.compress_checkpoint(options.source, options.target, _specs(options), say=_say)
 
 
 def _specs(options: argparse.Namespace) -> dict[str, TTSpec]:
     """The specs that the options name, or make for tables of the checkpoint."""
-    from flowtt_torchrec.distributed.conversion import saved_dense_tables
+    from flowtt_torchrec.distributed.checkpoint.conversion import saved_dense_tables
 
     if options.specs is not None:
         return {name: TTSpec.from_dict(spec) for name, spec in json.loads(options.specs.read_text()).items()}
@@ -86,7 +86,7 @@ def _specs(options: argparse.Namespace) -> dict[str, TTSpec]:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from flowtt_torchrec.distributed import conversion
+    from flowtt_torchrec.distributed.checkpoint import conversion
 
     conversion.export_checkpoint(options.source, options.target, say=_say)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.costs import CostConstants, PassCost
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.optimizers import OptimizerSpec
+from flowtt_torchrec.planner_costs import CostConstants, PassCost
 from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.versions import versions
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
+from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import TO_NEAREST, compute_dtype
-from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode, check_rows
+from flowtt_torchrec.reference import check_rows
 
 _UPDATE_FOR_GRAPHS = "pooled_backward_update_for_graphs"
 

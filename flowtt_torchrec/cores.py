@@ -19,6 +19,11 @@ from flowtt_torchrec.spec import TTSpec
 _LEAST_MAGNITUDE = 2.0
 
 
+def core_name(k: int) -> str:
+    """Name of core ``k`` of a table in module and state dict."""
+    return f"tt_core{k}"
+
+
 def default_std(num_embeddings: int) -> float:
     """Standard deviation of TorchRec's default, uniform between ``±1/sqrt(num_embeddings)``."""
     return 1.0 / math.sqrt(3.0 * num_embeddings)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.reference import BoundsCheckMode
+from flowtt_torchrec.plan import BoundsCheckMode
 
 
 def deferred_lookup(

@@ -23,8 +23,8 @@ from flowtt_torchrec.optimizers import (
     state_names,
     touched_slices,
 )
+from flowtt_torchrec.plan import BoundsCheckMode
 from flowtt_torchrec.precision import check_weight_dtype, compute_dtype
-from flowtt_torchrec.reference import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec
 
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.lookup_costs import MEASURED, Constants, estimate, table_counts
+from flowtt_torchrec.plan import BoundsCheckMode
 from flowtt_torchrec.precision import compute_dtype
-from flowtt_torchrec.reference import BoundsCheckMode, check_offsets, check_rows
-from flowtt_torchrec.strategies import MEASURED, Constants, estimate, table_counts
+from flowtt_torchrec.reference import check_offsets, check_rows
 
 _ROWS_AT_ONCE = 131_072
 CHOICES = ("auto", "prefix", "materialised")
@@ -23,9 +24,9 @@ class MaterialisedRows:
     """Looks up rows of small or much used tables in memory, those of all others by their flows.
 
     With ``"auto"`` a table's rows are made as soon as its lookups so far would have saved more time than making them
-    takes, by `flowtt_torchrec.strategies`, the best use of the memory first: in total never more than twice the time of
-    the better choice. Rows are dropped at the first lookup that finds the weights changed, by torch's version counter:
-    what writes through ``weights.data`` or from another process must call `clear`.
+    takes, by `flowtt_torchrec.lookup_costs`, the best use of the memory first: in total never more than twice the time
+    of the better choice. Rows are dropped at the first lookup that finds the weights changed, by torch's version
+    counter: what writes through ``weights.data`` or from another process must call `clear`.
 
     Not for several threads at once, nor for weights made in ``torch.inference_mode``, which have no version.
 

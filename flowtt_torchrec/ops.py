@@ -20,8 +20,8 @@ from flowtt_torchrec import native, reference
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, next_step, state_names
+from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import WEIGHT_DTYPES, compute_dtype
-from flowtt_torchrec.reference import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 
 BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
 BACKEND_VARIABLE = "FLOWTT_BACKEND"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowtt_torchrec.step_model import step_costs
+from flowtt_torchrec.step_costs import step_costs
 
 OBJECTIVES = ("balanced", "memory", "flow")
 DEFAULT_LOOKUPS = 32_768
@@ -54,7 +54,7 @@ def search_shape(
 
     Args:
         objective: ``"memory"``, the fewest parameters, or ``"flow"``, the cheapest training step by
-            `flowtt_torchrec.step_model`, in the mean of its cases and surely no dearer than balanced in any.
+            `flowtt_torchrec.step_costs`, in the mean of its cases and surely no dearer than balanced in any.
         num_embeddings: rows.
         embedding_dim: columns.
         rank: the most that an inner rank may be.

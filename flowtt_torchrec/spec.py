@@ -91,7 +91,7 @@ class TTSpec:
 
         ``"balanced"`` makes the factors of rows and columns as equal as they can be, the largest last, as TT-Rec and
         its successors do. ``"memory"`` takes the fewest parameters for the rank. ``"flow"`` makes a training step as
-        fast as it can be (`flowtt_torchrec.step_model`) with no more parameters than the balanced shape. What a shape
+        fast as it can be (`flowtt_torchrec.step_costs`) with no more parameters than the balanced shape. What a shape
         other than the balanced one does to the quality of a model has not been studied.
 
         Args:

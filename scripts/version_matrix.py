@@ -48,7 +48,7 @@ TESTS = (
     "tests/distributed/test_planner.py",
     "tests/distributed/test_storage.py",
     "tests/distributed/test_auto_compression.py",
-    "tests/distributed/test_saved_plan.py",
+    "tests/distributed/test_plan_file.py",
     "tests/distributed/test_stats.py",
     "tests/distributed/test_twin_training.py",
     "tests/distributed/test_twin_matrix.py",

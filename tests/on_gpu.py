@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.reference import FlowPlan
+from flowtt_torchrec.plan import FlowPlan
 
 
 class OpsOnDevice:

@@ -23,7 +23,7 @@ from tt_samples import (
 from flowtt_torchrec import ops
 from flowtt_torchrec.ops import BoundsCheckMode
 from flowtt_torchrec.optimizers import KINDS, MOMENTUM1, MOMENTUM2, OptimizerSpec, init_state
-from flowtt_torchrec.reference import PoolingMode
+from flowtt_torchrec.plan import PoolingMode
 
 every_device = pytest.mark.parametrize(
     "backend", [CUDA_EMULATED, pytest.param(CUDA, marks=pytest.mark.cuda)], indirect=True

@@ -12,7 +12,7 @@ import torch
 from flowtt_torchrec import calibration
 from flowtt_torchrec.__main__ import main
 from flowtt_torchrec.calibration import _fit, calibrate
-from flowtt_torchrec.costs import DEFAULTS, CostConstants, PassCost, default_costs
+from flowtt_torchrec.planner_costs import DEFAULTS, CostConstants, PassCost, default_costs
 
 WORK = [(1e6, 100.0, 90.0), (4e6, 1000.0, 100.0), (8e6, 300.0, 299.0), (2e5, 3000.0, 10.0), (9e7, 9000.0, 3000.0)]
 

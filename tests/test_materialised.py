@@ -11,7 +11,7 @@ from flowtt_torchrec import ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.materialised import MaterialisedRows
 from flowtt_torchrec.optimizers import OptimizerSpec
-from flowtt_torchrec.reference import BoundsCheckMode
+from flowtt_torchrec.plan import BoundsCheckMode
 
 ENOUGH = 1 << 30
 

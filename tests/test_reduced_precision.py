@@ -23,8 +23,8 @@ from flowtt_torchrec import ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, apply_gradient, init_state
+from flowtt_torchrec.plan import PoolingMode
 from flowtt_torchrec.precision import TO_NEAREST, random_bits, round_stochastically, rounding_seed
-from flowtt_torchrec.reference import PoolingMode
 from flowtt_torchrec.spec import TTSpec
 
 reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

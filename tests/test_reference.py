@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tt_samples import assert_near, brute_force, groups, layout_of, random_batch, random_weights
 
 from flowtt_torchrec import reference
-from flowtt_torchrec.reference import Flow, PoolingMode
+from flowtt_torchrec.plan import Flow, PoolingMode
 
 
 @settings(max_examples=40, deadline=None)

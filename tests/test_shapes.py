@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowtt_torchrec.shapes import balanced_cover, balanced_factors, ordered_factors
 from flowtt_torchrec.spec import TTSpec
-from flowtt_torchrec.step_model import CASES, step_costs
+from flowtt_torchrec.step_costs import CASES, step_costs
 
 
 @given(rows=st.integers(1, 10**12), count=st.integers(2, 4))

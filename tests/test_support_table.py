@@ -130,8 +130,8 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_auto_compression.py::test_tables_are_compressed_only_where_memory_forces_it"
         ],
         "plans saved and loaded as JSON": [
-            f"{D}test_saved_plan.py::test_a_plan_comes_back_as_it_was",
-            f"{D}test_saved_plan.py::test_a_loaded_plan_trains_alike",
+            f"{D}test_plan_file.py::test_a_plan_comes_back_as_it_was",
+            f"{D}test_plan_file.py::test_a_loaded_plan_trains_alike",
         ],
     },
     ("pipelines", DENSE): {

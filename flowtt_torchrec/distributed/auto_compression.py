@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torchrec.distributed.planner.perf_models import NoopPerfModel
-from torchrec.distributed.planner.types import ShardingOption, Topology
-
-from flowtt_torchrec.distributed.estimators import CUSTOMIZED_KERNEL
-from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
 from flowtt_torchrec.spec import TableConfig, TTSpec
 
 
@@ -17,7 +12,7 @@ class AutoCompression(Mapping[str, TTSpec]):
     """A ``compression`` for sharder and planner that says which tables *may* become tensor trains, and of which shape.
 
     The planner then tries each of them dense and compressed, and compresses where that buys memory; see
-    `DenseFirstPerfModel`. A plan made by hand chooses by its compute kernels.
+    `flowtt_torchrec.distributed.DenseFirstPerfModel`. A plan made by hand chooses by its compute kernels.
 
     Args:
         specs: shape of each such table; the others stay dense.
@@ -53,34 +48,3 @@ class AutoCompression(Mapping[str, TTSpec]):
 
     def __repr__(self) -> str:
         return f"AutoCompression({self._specs!r})"
-
-
-class DenseFirstPerfModel(NoopPerfModel):
-    """Rates a plan by its slowest rank, as TorchRec, plus a price for what it compresses.
-
-    TorchRec's rating has no term for accuracy, and a tensor train on a rank that is not the slowest is free to it.
-
-    Args:
-        topology: the devices.
-        ms_per_million: milliseconds of a step that compressing a million numbers must save. The default is so high that
-            only memory forces a table to be compressed; a lower one lets time decide too.
-    """
-
-    def __init__(self, topology: Topology, ms_per_million: float = 1000.0) -> None:
-        super().__init__(topology)
-        self._ms_per_million = ms_per_million
-
-    def rate(self, plan: list[ShardingOption]) -> float:
-        compressed = sum(option.tensor.numel() for option in plan if option.compute_kernel == CUSTOMIZED_KERNEL)
-        return super().rate(plan) + self._ms_per_million * compressed / 1e6
-
-
-class DenseFirstProposer(BisectingGreedyProposer):
-    """The greedy search, which gives the largest table its next option, with the dense options first.
-
-    So it comes by the plans that compress the largest tables only, whatever the estimated times.
-    """
-
-    def _order_options(self) -> None:
-        for options in self._sharding_options_by_fqn.values():
-            options.sort(key=lambda option: option.compute_kernel == CUSTOMIZED_KERNEL)  # stable

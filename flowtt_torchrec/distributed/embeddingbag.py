@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -19,32 +18,30 @@ from torchrec.distributed.types import (
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingEnv2D,
-    ShardingType,
 )
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from flowtt_torchrec.cores import core_name
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
+from flowtt_torchrec.distributed.checkpoint.names import ROWS, WEIGHT, check_saved, of_spec, saved_tables
 from flowtt_torchrec.distributed.column_shards import check_columns
 from flowtt_torchrec.distributed.fused_params import OPTIMIZERS
-from flowtt_torchrec.distributed.gradient_sync import CoreGradientSync, sharing_groups
-from flowtt_torchrec.distributed.kernel import TTKernel, core_name
-from flowtt_torchrec.distributed.saved_tables import ROWS, WEIGHT, check_saved, of_spec, saved_tables
-from flowtt_torchrec.distributed.sharding import (
+from flowtt_torchrec.distributed.kernel import TTKernel
+from flowtt_torchrec.distributed.sharding import SHARDINGS, TTParameterSharding
+from flowtt_torchrec.distributed.sharding_types import (
     COLUMN_TYPES,
+    CUSTOMIZED_KERNEL,
+    DATA_PARALLEL,
     ROW_TYPES,
-    SHARDINGS,
     SUPPORTED_SHARDING_TYPES,
-    TTParameterSharding,
 )
-from flowtt_torchrec.distributed.shared_kernel import TTSharedEmbeddingBag
+from flowtt_torchrec.distributed.shared_kernel import CoreGradientSync, TTSharedEmbeddingBag, sharing_groups
 from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
 from flowtt_torchrec.distributed.variable_batch import with_inverse_indices_in_order
 from flowtt_torchrec.spec import TTSpec
-
-CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +98,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             )
         sharding_type = sharding_infos[0].param_sharding.sharding_type
         kwargs: dict[str, Any] = {}
-        if sharding_type != ShardingType.DATA_PARALLEL.value:
+        if sharding_type != DATA_PARALLEL:
             kwargs["qcomm_codecs_registry"] = qcomm_codecs_registry
         if sharding_type in COLUMN_TYPES:
             kwargs["permute_embeddings"] = permute_embeddings
@@ -175,7 +172,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if bag + WEIGHT in state_dict:
                 raise ValueError(
                     f"the state dict has a dense weight for table {name!r}, which is a tensor train here; bring it to "
-                    "cores with flowtt_torchrec.distributed.conversion.compress_state_dict first"
+                    "cores with flowtt_torchrec.distributed.checkpoint.compress_state_dict first"
                 )
             keys = [key for key in state_dict if key.startswith(bag + "tt_core")]
             rows = state_dict.pop(bag + ROWS, None)
@@ -315,7 +312,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             if name in tables:
                 if not parameter.is_meta:
                     logger.warning("table %r was not on the meta device; its dense values are not used", name)
-                if params[name].sharding_type != ShardingType.DATA_PARALLEL.value:
+                if params[name].sharding_type != DATA_PARALLEL:
                     _check_optimizer(name, parameter)
             if hasattr(parameter, "_optimizer_kwargs"):
                 # TorchRec renames keys in these dicts; they belong to the caller
@@ -389,7 +386,7 @@ def _check_optimizer(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_not_data_parallel(tables: Mapping[str, TTTable], plan: Mapping[str, ParameterSharding]) -> None:
-    replicated = [name for name in tables if plan[name].sharding_type == ShardingType.DATA_PARALLEL.value]
+    replicated = [name for name in tables if plan[name].sharding_type == DATA_PARALLEL]
     if replicated:
         raise ValueError(
             f"{name_tables(replicated)}: planned data_parallel, and the sharder has keep_forward_weights=True; DDP "

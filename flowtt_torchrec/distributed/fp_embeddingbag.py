@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
-from flowtt_torchrec.distributed.embeddingbag import CUSTOMIZED_KERNEL, TTEmbeddingBagCollectionSharder
-from flowtt_torchrec.distributed.sharding import SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, SUPPORTED_SHARDING_TYPES
 from flowtt_torchrec.spec import TTSpec
 
 

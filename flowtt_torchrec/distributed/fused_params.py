@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.modules.embedding_configs import DataType
 
 from flowtt_torchrec.optimizers import ADAGRAD, ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
-from flowtt_torchrec.reference import BoundsCheckMode
+from flowtt_torchrec.plan import BoundsCheckMode
 
 TT_TABLES = "tt_tables"  # the TTTables of the collection, put there by TTParameterSharding
 

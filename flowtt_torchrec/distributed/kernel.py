@@ -21,7 +21,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.cores import default_std, init_cores
+from flowtt_torchrec.cores import core_name, default_std, init_cores
 from flowtt_torchrec.distributed.fused_params import (
     TT_TABLES,
     bounds_check_mode,
@@ -33,11 +33,6 @@ from flowtt_torchrec.distributed.variable_batch import by_rank, even_offsets
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.precision import compute_dtype
-
-
-def core_name(k: int) -> str:
-    """Name of core ``k`` of a table in module and state dict."""
-    return f"tt_core{k}"
 
 
 class TTKernel(BaseEmbedding):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torchrec.distributed import sharding_plan
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import ParameterShardingGenerator
 from torchrec.distributed.types import ParameterSharding, ShardingType
+
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL
 
 
 def table_wise(rank: int, device: str | None = None) -> ParameterShardingGenerator:
     """A TT table on one rank; otherwise as TorchRec's ``table_wise``."""
-    kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    kernel = CUSTOMIZED_KERNEL
     return sharding_plan.table_wise(rank=rank, device=device, compute_kernel=kernel)
 
 
@@ -49,7 +50,7 @@ def _customized(
 ) -> ParameterShardingGenerator:
     def generate_tt(*args: Any, **kwargs: Any) -> ParameterSharding:
         sharding = generate(*args, **kwargs)
-        sharding.compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+        sharding.compute_kernel = CUSTOMIZED_KERNEL
         if sharding_type is not None:
             sharding.sharding_type = sharding_type.value
         return sharding

@@ -25,7 +25,6 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.distributed import (
     AutoCompression,
@@ -37,7 +36,9 @@ from flowtt_torchrec.distributed import (
     load_plan,
     save_plan,
 )
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, DATA_PARALLEL
 from flowtt_torchrec.distributed.tables import name_tables
+from flowtt_torchrec.planner_costs import CostConstants
 from flowtt_torchrec.spec import TTSpec, parse_bytes
 from flowtt_torchrec.training.compression import choose_specs, data_types, element_size
 from flowtt_torchrec.training.config import ModelConfig, TrainConfig
@@ -233,7 +234,7 @@ class Planning:
 
 def _is_tensor_train(plan: ShardingPlan, name: str) -> bool:
     modules = (cast(EmbeddingModuleShardingPlan, module) for module in plan.plan.values())
-    customized = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    customized = CUSTOMIZED_KERNEL
     return any(module[name].compute_kernel == customized for module in modules if name in module)
 
 
@@ -260,7 +261,7 @@ def _allowed_types(saved: str | None, device: str, *, narrow: bool, train: bool)
     """
     if saved is None and not narrow:
         return None
-    data_parallel = ShardingType.DATA_PARALLEL.value
+    data_parallel = DATA_PARALLEL
     if saved == data_parallel:
         return [data_parallel]
     without = {data_parallel, *([ShardingType.ROW_WISE.value, ShardingType.GRID_SHARD.value] if train else [])}
@@ -269,7 +270,7 @@ def _allowed_types(saved: str | None, device: str, *, narrow: bool, train: bool)
 
 def _allowed_kernels(optimizer: str, device: str) -> list[str] | None:
     if optimizer == "adam" and device == "cpu":  # FBGEMM fuses no Adam on the CPU
-        return [EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value]
+        return [EmbeddingComputeKernel.DENSE.value, CUSTOMIZED_KERNEL]
     return None
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from flowtt_torchrec.distributed.sharding_types import DATA_PARALLEL
 from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.training.compression import element_size
 from flowtt_torchrec.training.console import Console, show_bytes
@@ -48,7 +49,7 @@ class PlannedTable:
     @property
     def weight_bytes_by_rank(self) -> dict[int, int]:
         """Of the weights that each rank holds: its share of a dense table, or all cores of a tensor train."""
-        whole = self.spec is not None or self.sharding_type == ShardingType.DATA_PARALLEL.value
+        whole = self.spec is not None or self.sharding_type == DATA_PARALLEL
         return {rank: self.weight_bytes if whole else self.weight_bytes // len(self.ranks) for rank in self.ranks}
 
     def to_dict(self) -> dict[str, Any]:

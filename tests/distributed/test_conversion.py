@@ -22,8 +22,9 @@ from twins import Table, all_optimizers, compression, full_state, make_batch, ma
 
 from flowtt_torchrec import __main__ as command
 from flowtt_torchrec.cores import init_cores, to_dense
-from flowtt_torchrec.distributed import checkpoint, stored_write
-from flowtt_torchrec.distributed.conversion import (
+from flowtt_torchrec.distributed import checkpoint
+from flowtt_torchrec.distributed.checkpoint import file_writers
+from flowtt_torchrec.distributed.checkpoint.conversion import (
     compress_checkpoint,
     compress_state_dict,
     export_checkpoint,
@@ -180,7 +181,7 @@ def load_stock_file(rank: int, world_size: int, file: Path) -> Tensor:
 def test_conversion_of_directories_and_files_there_and_back(
     one_rank: Callable[..., Any], two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_write, "BLOCK_BYTES", 1000)  # several blocks a table
+    monkeypatch.setattr(file_writers, "BLOCK_BYTES", 1000)  # several blocks a table
     expected = two_ranks.run(save_dense, tmp_path / "dense")
     dcp_to_torch_save(tmp_path / "dense", tmp_path / "dense.pt")
     lines: list[str] = []
@@ -243,7 +244,7 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from flowtt_torchrec.cores import init_cores, tt_rows
-from flowtt_torchrec.distributed.conversion import compress_checkpoint, export_checkpoint
+from flowtt_torchrec.distributed.checkpoint.conversion import compress_checkpoint, export_checkpoint
 from flowtt_torchrec.spec import TTSpec
 
 def there_and_back(rows, folder):

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 from twins import Reference, Table, all_optimizers, full_state, make_batch, mixed_tables, shard, shared_tables
 
 from flowtt_torchrec.distributed import checkpoint
-from flowtt_torchrec.distributed.storage import Work, table_bytes
+from flowtt_torchrec.distributed.planner.storage import Work, table_bytes
 from flowtt_torchrec.spec import TTSpec
 
 DTYPES = {DataType.BF16: torch.bfloat16, DataType.FP16: torch.float16}

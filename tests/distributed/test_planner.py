@@ -24,7 +24,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from twins import apply_optimizer_in_backward
 
-from flowtt_torchrec.costs import CostConstants, PassCost
 from flowtt_torchrec.distributed import (
     TTEmbeddingBagCollectionSharder,
     TTEmbeddingEnumerator,
@@ -32,7 +31,8 @@ from flowtt_torchrec.distributed import (
     TTPerfEstimator,
     TTStorageEstimator,
 )
-from flowtt_torchrec.distributed.estimators import occupied
+from flowtt_torchrec.distributed.planner.shard_estimators import occupied
+from flowtt_torchrec.planner_costs import CostConstants, PassCost
 from flowtt_torchrec.spec import TTSpec
 
 GIB = 1024**3

@@ -27,7 +27,7 @@ from twins import (
 )
 
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, sharding_plan
-from flowtt_torchrec.distributed.gradient_sync import sharing_groups
+from flowtt_torchrec.distributed.shared_kernel import sharing_groups
 from flowtt_torchrec.spec import TTSpec
 
 

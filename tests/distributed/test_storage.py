@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from twins import Table, shard
 
 from flowtt_torchrec.distributed import TTEmbeddingBagCollectionSharder, TTEmbeddingEnumerator
-from flowtt_torchrec.distributed.storage import Work, table_bytes
+from flowtt_torchrec.distributed.planner.storage import Work, table_bytes
 from flowtt_torchrec.spec import TTSpec
 
 ROWS, DIM, BATCH, LENGTH = 10_000, 32, 1024, 4

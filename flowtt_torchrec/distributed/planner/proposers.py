@@ -7,6 +7,8 @@ import heapq
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import Enumerator, ShardingOption, Topology
 
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL
+
 
 class BisectingGreedyProposer(GreedyProposer):
     """Looks at TorchRec's greedy proposals from afar, then closer and closer around the best.
@@ -128,3 +130,14 @@ class BisectingGreedyProposer(GreedyProposer):
 def _bytes_of_all_ranks(option: ShardingOption) -> int:
     storage = option.total_storage
     return storage.hbm + storage.ddr
+
+
+class DenseFirstProposer(BisectingGreedyProposer):
+    """The greedy search, which gives the largest table its next option, with the dense options first.
+
+    So it comes by the plans that compress the largest tables only, whatever the estimated times.
+    """
+
+    def _order_options(self) -> None:
+        for options in self._sharding_options_by_fqn.values():
+            options.sort(key=lambda option: option.compute_kernel == CUSTOMIZED_KERNEL)  # stable

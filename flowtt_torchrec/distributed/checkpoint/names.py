@@ -91,7 +91,7 @@ def check_saved(name: str, saved: SavedTable, expected: SavedTable, where: str) 
     if not saved.agrees_with(expected):
         raise ValueError(
             f"table {name!r} does not match {where}: saved are {saved}; expected are {expected}. Give the sharder the "
-            "spec that was saved (flowtt_torchrec.distributed.conversion.saved_specs reads it), or bring the table to "
+            "spec that was saved (flowtt_torchrec.distributed.checkpoint.saved_specs reads it), or bring the table to "
             "the new one by way of a dense table: python -m flowtt_torchrec export, then compress"
         )
 

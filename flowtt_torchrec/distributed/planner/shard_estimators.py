@@ -30,17 +30,16 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import PipelineType
 
-from flowtt_torchrec.costs import CostConstants, default_costs
-from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, HOST_TYPES, ROW_TYPES
-from flowtt_torchrec.distributed.storage import (
+from flowtt_torchrec.distributed.planner.storage import TTTableBytes, Work, table_bytes
+from flowtt_torchrec.distributed.sharding_types import (
+    COLUMN_TYPES,
+    CUSTOMIZED_KERNEL,
     DATA_PARALLEL,
-    TTTableBytes,
-    Work,
-    table_bytes,
+    HOST_TYPES,
+    ROW_TYPES,
 )
+from flowtt_torchrec.planner_costs import CostConstants, default_costs
 from flowtt_torchrec.spec import TTSpec
-
-CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 
 def optimizer_class(table: torch.Tensor) -> type[torch.optim.Optimizer] | None:

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torchrec.distributed.planner.types import ShardingOption, Stats
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
-from flowtt_torchrec.distributed.estimators import (
-    CUSTOMIZED_KERNEL,
-    is_tt,
-    optimizer_class,
-)
-from flowtt_torchrec.distributed.storage import DATA_PARALLEL, table_bytes
+from flowtt_torchrec.distributed.planner.shard_estimators import is_tt, optimizer_class
+from flowtt_torchrec.distributed.planner.storage import table_bytes
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, DATA_PARALLEL
 from flowtt_torchrec.distributed.tables import table_parameters
 from flowtt_torchrec.spec import TTSpec
 

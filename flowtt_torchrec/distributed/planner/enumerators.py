@@ -14,19 +14,20 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType, ShardingType
 
-from flowtt_torchrec.costs import CostConstants
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.compat import estimators_sharders
-from flowtt_torchrec.distributed.estimators import (
-    CUSTOMIZED_KERNEL,
-    TTPerfEstimator,
-    TTStorageEstimator,
-    is_tt,
-)
 from flowtt_torchrec.distributed.fp_embeddingbag import TT_SHARDERS
-from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, HOST_TYPES, ROW_TYPES, SUPPORTED_SHARDING_TYPES
-from flowtt_torchrec.distributed.storage import DATA_PARALLEL
+from flowtt_torchrec.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator, is_tt
+from flowtt_torchrec.distributed.sharding_types import (
+    COLUMN_TYPES,
+    CUSTOMIZED_KERNEL,
+    DATA_PARALLEL,
+    HOST_TYPES,
+    ROW_TYPES,
+    SUPPORTED_SHARDING_TYPES,
+)
 from flowtt_torchrec.hints import did_you_mean
+from flowtt_torchrec.planner_costs import CostConstants
 from flowtt_torchrec.spec import TTSpec
 
 TABLE_WISE = ShardingType.TABLE_WISE.value

@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.serialization import skip_data
 
-from flowtt_torchrec.distributed.stored import HeldTensor, Key, LazyTensor, StoredObject, name_of, read_entries
+from flowtt_torchrec.distributed.checkpoint.files import (
+    HeldTensor,
+    Key,
+    LazyTensor,
+    StoredObject,
+    name_of,
+    read_entries,
+)
 
 BLOCK_BYTES = 16 << 20
 FILE_SUFFIXES = (".pt", ".pth", ".bin")

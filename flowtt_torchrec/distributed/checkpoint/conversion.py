@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowtt_torchrec.cores import row_range
-from flowtt_torchrec.distributed.kernel import core_name
-from flowtt_torchrec.distributed.saved_tables import (
+from flowtt_torchrec.cores import core_name, row_range
+from flowtt_torchrec.distributed.checkpoint.file_writers import check_target, write_entries
+from flowtt_torchrec.distributed.checkpoint.files import HeldTensor, Key, LazyTensor, name_of, read_entries
+from flowtt_torchrec.distributed.checkpoint.names import (
     ROWS,
     WEIGHT,
     saved_tables,
@@ -30,11 +31,9 @@ from flowtt_torchrec.distributed.saved_tables import (
     split_parameter,
     table_of_state,
 )
-from flowtt_torchrec.distributed.stored import HeldTensor, Key, LazyTensor, name_of, read_entries
-from flowtt_torchrec.distributed.stored_write import check_target, write_entries
 from flowtt_torchrec.distributed.tables import name_tables
 from flowtt_torchrec.spec import TTSpec
-from flowtt_torchrec.streaming import Compressed, compress_rows
+from flowtt_torchrec.tt_svd import Compressed, compress_rows
 
 logger = logging.getLogger(__name__)
 

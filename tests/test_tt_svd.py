@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowtt_torchrec.cores import from_dense, init_cores, row_range, to_dense, tt_rows
 from flowtt_torchrec.spec import TTSpec
-from flowtt_torchrec.streaming import ReadRows, compress_rows
+from flowtt_torchrec.tt_svd import ReadRows, compress_rows
 
 # of each number of cores one with rows that p does not address exactly
 SPECS = [

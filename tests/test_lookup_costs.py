@@ -5,8 +5,8 @@ import torch
 from tt_samples import SPECS, layout_of, mixed_layout, random_batch
 
 from flowtt_torchrec import ops
+from flowtt_torchrec.lookup_costs import STRATEGIES, Counts, estimate, explain, table_counts
 from flowtt_torchrec.spec import TTSpec
-from flowtt_torchrec.strategies import STRATEGIES, Counts, estimate, explain, table_counts
 
 
 @pytest.mark.parametrize("batch_size", [0, 1, 17])

@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 import torch
 import torchrec.optim
-from torchrec.distributed.types import PipelineType, ShardingType
+from torchrec.distributed.types import PipelineType
 
-from flowtt_torchrec.distributed.sharding import COLUMN_TYPES, ROW_TYPES
+from flowtt_torchrec.distributed.sharding_types import COLUMN_TYPES, DATA_PARALLEL, ROW_TYPES
 from flowtt_torchrec.optimizers import ROUNDING_BLOCK
 from flowtt_torchrec.spec import TTSpec
-
-DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 # A flow plan keeps two int32, one int64 and two int32 numbers a lookup.
 PLAN_BYTES_PER_LOOKUP = 24

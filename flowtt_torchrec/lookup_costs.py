@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.layout import TABLE_SHIFT, TTLayout
-from flowtt_torchrec.reference import FlowPlan
+from flowtt_torchrec.plan import FlowPlan
 from flowtt_torchrec.spec import TTSpec
 
 STRATEGIES = ("prefix", "unique", "direct", "materialised")

@@ -10,8 +10,8 @@ from torchrec.distributed.planner.stats import EmbeddingStats, _format_perf_brea
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 
-from flowtt_torchrec.distributed.estimators import is_tt, optimizer_class
-from flowtt_torchrec.distributed.storage import table_bytes
+from flowtt_torchrec.distributed.planner.shard_estimators import is_tt, optimizer_class
+from flowtt_torchrec.distributed.planner.storage import table_bytes
 from flowtt_torchrec.spec import TTSpec
 
 WEIGHTS = "Compute Kernels Embedding Weights"

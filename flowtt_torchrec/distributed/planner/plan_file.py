@@ -20,13 +20,12 @@ from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import DataType
 
-from flowtt_torchrec.distributed.sharding import HOST_TYPES
+from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, DATA_PARALLEL, HOST_TYPES
 from flowtt_torchrec.distributed.tables import name_tables, table_parameters
 from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
 VERSION = 1
-_CUSTOMIZED_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 _TYPES = {kind.value for kind in ShardingType}
 _KERNELS = {kernel.value for kernel in EmbeddingComputeKernel}
 # Fields of an entry that are a plain value or an enum, and what makes them from JSON again.
@@ -183,7 +182,7 @@ def _to_json(
         value = getattr(entry, field)
         if value is not None:
             result[field] = value.name if isinstance(value, BoundsCheckMode) else getattr(value, "value", value)
-    if entry.compute_kernel == _CUSTOMIZED_KERNEL:
+    if entry.compute_kernel == CUSTOMIZED_KERNEL:
         if name not in compression:
             raise ValueError(f"table {name!r} is a tensor train in the plan, but the compression has no spec for it")
         result["tensor_train"] = compression[name].to_dict()
@@ -202,7 +201,7 @@ def _from_json(name: str, entry: Mapping[str, Any], world_size: int, local: int,
         if entry[field] not in known:
             raise ValueError(f"table {name!r} has {field} {entry[field]!r}; known: {', '.join(sorted(known))}")
     shards = entry.get("shards")
-    if shards is None and entry["sharding_type"] != ShardingType.DATA_PARALLEL.value:
+    if shards is None and entry["sharding_type"] != DATA_PARALLEL:
         raise ValueError(f"table {name!r} is {entry['sharding_type']} and has no shards")
     if shards is not None:
         covered = sum(shard["size"][0] * shard["size"][1] for shard in shards)
@@ -238,10 +237,10 @@ def _spec(name: str, entry: Mapping[str, Any], size: tuple[int, int]) -> TTSpec 
             f"table {name!r} is {planned[0]:,} x {planned[1]} in the plan and {size[0]:,} x {size[1]} in the model; "
             "plan anew"
         )
-    if entry["compute_kernel"] != _CUSTOMIZED_KERNEL:
+    if entry["compute_kernel"] != CUSTOMIZED_KERNEL:
         return None
     if "tensor_train" not in entry:
-        raise ValueError(f"table {name!r} has the kernel {_CUSTOMIZED_KERNEL!r} and no 'tensor_train' with its shape")
+        raise ValueError(f"table {name!r} has the kernel {CUSTOMIZED_KERNEL!r} and no 'tensor_train' with its shape")
     spec = TTSpec.from_dict(entry["tensor_train"])
     spec.check_table(name, *size)
     return spec

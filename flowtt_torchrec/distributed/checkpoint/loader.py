@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from flowtt_torchrec.distributed.conversion import compress_on_ranks
-from flowtt_torchrec.distributed.kernel import core_name
-from flowtt_torchrec.distributed.saved_tables import (
+from flowtt_torchrec.cores import core_name
+from flowtt_torchrec.distributed.checkpoint.conversion import compress_on_ranks
+from flowtt_torchrec.distributed.checkpoint.files import LazyTensor, name_of, read_dcp, read_metadata
+from flowtt_torchrec.distributed.checkpoint.names import (
     ROWS,
     WEIGHT,
     SavedTable,
@@ -32,7 +33,6 @@ from flowtt_torchrec.distributed.saved_tables import (
     split_parameter,
     table_of_state,
 )
-from flowtt_torchrec.distributed.stored import LazyTensor, name_of, read_dcp, read_metadata
 from flowtt_torchrec.distributed.tables import name_tables
 from flowtt_torchrec.spec import TTSpec
 

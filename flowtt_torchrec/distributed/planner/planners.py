@@ -20,12 +20,13 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import PipelineType
 
-from flowtt_torchrec.costs import CostConstants
-from flowtt_torchrec.distributed.auto_compression import AutoCompression, DenseFirstPerfModel, DenseFirstProposer
-from flowtt_torchrec.distributed.enumerators import TTEmbeddingEnumerator
-from flowtt_torchrec.distributed.planner_stats import TTEmbeddingStats
-from flowtt_torchrec.distributed.proposers import BisectingGreedyProposer
-from flowtt_torchrec.distributed.stats import CompressionRow, CompressionStats
+from flowtt_torchrec.distributed.auto_compression import AutoCompression
+from flowtt_torchrec.distributed.planner.compression_stats import CompressionRow, CompressionStats
+from flowtt_torchrec.distributed.planner.enumerators import TTEmbeddingEnumerator
+from flowtt_torchrec.distributed.planner.perf_models import DenseFirstPerfModel
+from flowtt_torchrec.distributed.planner.proposers import BisectingGreedyProposer, DenseFirstProposer
+from flowtt_torchrec.distributed.planner.stats import TTEmbeddingStats
+from flowtt_torchrec.planner_costs import CostConstants
 from flowtt_torchrec.spec import TTSpec
 
 
