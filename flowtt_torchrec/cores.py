@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.whole_numbers import whole_number
 
 # TT-Rec draws core entries from a Gaussian without its middle: |x| > 2 (TT-Rec, section 3.2). Products of entries
 # near zero would make the table's distribution pile up at zero.
@@ -56,6 +57,7 @@ def init_cores(
     """
     std = default_std(spec.num_embeddings) if std is None else std
     core_std = (std**2 / math.prod(spec.ranks)) ** (0.5 / spec.num_cores)
+    seed = whole_number("seed", seed)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return [
@@ -69,7 +71,7 @@ def _sampled_gaussian(shape: Sequence[int], generator: torch.Generator) -> Tenso
     tail = 0.5 * math.erfc(t / math.sqrt(2))
     density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     std = math.sqrt(1 + t * density / tail)  # of the two tails of the standard normal beyond t
-    u = torch.rand(tuple(shape), generator=generator).mul_(2).sub_(1)
+    u = torch.rand(tuple(shape), generator=generator, dtype=torch.float32).mul_(2).sub_(1)
     magnitude = torch.special.ndtri(u.abs().clamp_(min=torch.finfo(u.dtype).tiny).mul_(tail)).neg_()
     return magnitude.div_(std).copysign_(u)
 
@@ -153,7 +155,7 @@ def from_dense(weight: Tensor, spec: TTSpec) -> list[Tensor]:
             f"the weight is {' x '.join(map(str, weight.shape))}, but the TTSpec is for "
             f"{spec.num_embeddings} x {spec.embedding_dim}"
         )
-    table = weight.new_zeros(math.prod(spec.p), spec.embedding_dim)
+    table = weight.new_zeros(math.prod(spec.p), spec.embedding_dim, dtype=torch.float64)
     table[: spec.num_embeddings] = weight
     d = spec.num_cores
     order = [axis for k in range(d) for axis in (k, d + k)]  # p_1 q_1 p_2 q_2 ...
@@ -167,7 +169,7 @@ def from_dense(weight: Tensor, spec: TTSpec) -> list[Tensor]:
         rest = s[:next_rank, None] * vh[:next_rank]
         rank = next_rank
     cores.append(rest.reshape(rank, spec.p[-1], spec.q[-1], 1).transpose(0, 1))
-    return equal_magnitudes(cores)
+    return [core.to(weight.dtype) for core in equal_magnitudes(cores)]
 
 
 def equal_magnitudes(cores: list[Tensor]) -> list[Tensor]:

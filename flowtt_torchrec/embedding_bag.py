@@ -26,6 +26,7 @@ from flowtt_torchrec.optimizers import (
 from flowtt_torchrec.plan import BoundsCheckMode
 from flowtt_torchrec.precision import check_weight_dtype, compute_dtype
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.whole_numbers import whole_number
 
 
 class _FlatCores(nn.Module):
@@ -203,7 +204,7 @@ class BatchedTTEmbeddingBags(_FlatCores):
         self.pooling = pooling
         self.output_dtype = compute_dtype(dtype) if output_dtype is None else output_dtype
         self.bounds_check_mode = bounds_check_mode
-        self.seed = seed
+        self.seed = whole_number("seed", seed)
         self.keep_forward_weights = keep_forward_weights
         # A new tensor for every value: a compiled graph keeps the one of its forward until backward.
         rate = None if optimizer is None else torch.tensor(optimizer.learning_rate, dtype=torch.float64, device="cpu")
@@ -319,24 +320,31 @@ class BatchedTTEmbeddingBags(_FlatCores):
 class TTEmbeddingBag(_FlatCores):
     """A tensor-train table in the place of ``nn.EmbeddingBag``: the same calls give the same kind of output.
 
-    Not supported: ``mode="max"``, ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
+    Not supported: ``mode="max"``, ``max_norm``, ``scale_grad_by_freq`` and ``sparse``. A difference: ``input`` and
+    ``offsets`` may be of different integer types, and ``per_sample_weights`` of any floating-point type.
 
     Args:
         num_embeddings: rows of the table.
         embedding_dim: columns of the table.
-        spec: shape of the tensor train; ``TTSpec.suggest(num_embeddings, embedding_dim, rank)`` if not given.
-        rank: TT rank where ``spec`` is not given.
+        max_norm: ``None``, as all that is supported; so for the next three. They are there for code that names them.
+        norm_type: ``2.0``.
+        scale_grad_by_freq: ``False``.
         mode: ``"sum"`` or ``"mean"``.
+        sparse: ``False``.
         include_last_offset: whether ``offsets`` ends with the number of indices.
         padding_idx: lookups of this row count for nothing, neither in a mean nor in a gradient.
+        spec: shape of the tensor train; ``TTSpec.suggest(num_embeddings, embedding_dim, rank)`` if not given.
+        rank: TT rank where ``spec`` is not given.
         bounds_check_mode: what happens to a row number that the table does not have.
         device: where the weights live; on ``"meta"`` they are not initialised.
-        dtype: of weights and output: float32, float64, bfloat16 or float16. Sums are float32 or float64.
+        dtype: of weights and output: float32, float64, bfloat16 or float16; torch's default type if not given. Sums
+            are float32 or float64.
 
     Attributes:
         weights: one flat parameter with all cores; the state dict has them as ``tt_core<k>``, ``k`` from 0.
 
     Raises:
+        NotImplementedError: for what is not supported.
         ValueError: if the spec is for another size, or for an unknown mode or a padding_idx out of range.
 
     Example:
@@ -350,21 +358,33 @@ class TTEmbeddingBag(_FlatCores):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        spec: TTSpec | None = None,
-        rank: int = 32,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         mode: str = "mean",
+        sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        spec: TTSpec | None = None,
+        rank: int = 32,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        _refuse("max_norm", max_norm, None, "rows are products of cores, which cannot be renormalised one by one")
+        _refuse("norm_type", norm_type, 2.0, "it belongs to max_norm")
+        _refuse("scale_grad_by_freq", scale_grad_by_freq, False, "gradients are those of the sum or the mean")
+        _refuse("sparse", sparse, False, "gradients of cores are small and dense")
+        num_embeddings = whole_number("num_embeddings", num_embeddings)
+        embedding_dim = whole_number("embedding_dim", embedding_dim)
         spec = TTSpec.suggest(num_embeddings, embedding_dim, rank) if spec is None else spec
         spec.check_table("TTEmbeddingBag", num_embeddings, embedding_dim)
         if mode not in ("sum", "mean"):
             raise ValueError(f"unknown mode {mode!r}; known: sum, mean")
+        padding_idx = None if padding_idx is None else whole_number("padding_idx", padding_idx)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is outside the table's {num_embeddings} rows")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         super().__init__(TTLayout([spec], ["TTEmbeddingBag"]), None, device, dtype)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -440,11 +460,13 @@ class TTEmbeddingBag(_FlatCores):
     def _pool(self, input: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if self.padding_idx is None:
             return self._lookup(input, offsets, weights, self.mode)
-        counted = (input != self.padding_idx).to(compute_dtype(self.weights.dtype))
-        output = self._lookup(input, offsets, counted if weights is None else counted * weights, "sum")
+        counted = input != self.padding_idx
+        # Not a product: a weight that is not a number must not matter where it does not count.
+        factors = counted.to(compute_dtype(self.weights.dtype)) if weights is None else weights.where(counted, 0)
+        output = self._lookup(input, offsets, factors, "sum")
         if self.mode == "sum":
             return output
-        ends = nn.functional.pad(counted.cumsum(0), (1, 0))[offsets.long()]
+        ends = nn.functional.pad(counted.cumsum(0), (1, 0))[offsets.long()]  # int64: a float32 would stop at 2^24
         return output / ends.diff().clamp(min=1)[:, None]
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
@@ -470,6 +492,11 @@ class TTEmbeddingBag(_FlatCores):
             raise ValueError(f"input must have 1 or 2 dimensions, not {input.dim()}")
         if offsets is None or offsets.dim() != 1:
             raise ValueError("a 1-D input needs 1-D offsets, where each bag starts")
+        if offsets.numel() == 0 and (self.include_last_offset or input.numel() > 0):
+            raise ValueError(
+                f"offsets is empty, so none of the {input.numel()} indices is in a bag; give the place in input where "
+                f"each bag starts{', and at the end the number of indices' if self.include_last_offset else ''}"
+            )
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), input.numel())])
@@ -483,3 +510,9 @@ class TTEmbeddingBag(_FlatCores):
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
         return text
+
+
+def _refuse(keyword: str, value: object, default: object, why: str) -> None:
+    """Raises ``NotImplementedError`` for a keyword of ``nn.EmbeddingBag`` that is not at its default."""
+    if value != default:
+        raise NotImplementedError(f"TTEmbeddingBag has no {keyword}={value!r}: {why}; leave it at {default!r}")

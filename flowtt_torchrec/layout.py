@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.spec import MAX_CORES, TTSpec
+from flowtt_torchrec.whole_numbers import whole_number
 
 KEY_BITS = 62  # in an int64, with room for the number after the last key
 
@@ -62,7 +63,10 @@ class TTLayout:
             raise ValueError(f"{len(specs)} tables need as many different names, not {list(names)}")
         if any("\n" in name for name in names):
             raise ValueError(f"table names must be single lines, not {[name for name in names if chr(10) in name]}")
-        feature_tables = range(len(specs)) if feature_tables is None else feature_tables
+        feature_tables = [
+            whole_number(f"the table of feature {f}", t)
+            for f, t in enumerate(range(len(specs)) if feature_tables is None else feature_tables)
+        ]
         if len(feature_tables) == 0:
             raise ValueError("a group of tensor-train tables needs at least one feature")
         for feature, table in enumerate(feature_tables):

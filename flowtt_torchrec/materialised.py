@@ -15,6 +15,7 @@ from flowtt_torchrec.lookup_costs import MEASURED, Constants, estimate, table_co
 from flowtt_torchrec.plan import BoundsCheckMode
 from flowtt_torchrec.precision import compute_dtype
 from flowtt_torchrec.reference import check_offsets, check_rows
+from flowtt_torchrec.whole_numbers import whole_number
 
 _ROWS_AT_ONCE = 131_072
 CHOICES = ("auto", "prefix", "materialised")
@@ -43,8 +44,7 @@ class MaterialisedRows:
     def __init__(self, max_bytes: int, strategy: str = "auto", constants: Constants = MEASURED) -> None:
         if strategy not in CHOICES:
             raise ValueError(f"unknown strategy {strategy!r}; known: {', '.join(CHOICES)}")
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must not be negative, but is {max_bytes}")
+        max_bytes = whole_number("max_bytes", max_bytes, least=0)
         self.max_bytes, self.strategy, self.constants = max_bytes, strategy, constants
         self.clear()
 

@@ -13,9 +13,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 from flowtt_torchrec.shapes import DEFAULT_LOOKUPS, OBJECTIVES, balanced_shape, largest_ranks, search_shape
+from flowtt_torchrec.whole_numbers import whole_number
 
 MIN_CORES, MAX_CORES = 2, 4
 
@@ -44,10 +45,11 @@ class TTSpec:
 
     def __post_init__(self) -> None:
         for field in ("p", "q", "ranks"):
-            values = getattr(self, field)
-            if not all(isinstance(v, int) and v >= 1 for v in values):
-                raise ValueError(f"TT {field} must be whole numbers of at least 1, not {tuple(values)}")
-            object.__setattr__(self, field, tuple(values))
+            values = tuple(getattr(self, field))
+            numbers = tuple(whole_number(f"TT {field} {values}", v, least=1) for v in values)
+            object.__setattr__(self, field, numbers)
+        for field in ("num_embeddings", "embedding_dim"):
+            object.__setattr__(self, field, whole_number(field, getattr(self, field)))
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ValueError(
                 f"a table needs at least one row and one column, not {self.num_embeddings} x {self.embedding_dim}"
@@ -80,7 +82,7 @@ class TTSpec:
         cls,
         num_embeddings: int,
         embedding_dim: int,
-        rank: int | Sequence[int] = 32,
+        rank: SupportsIndex | Sequence[int] = 32,
         *,
         num_cores: int | None = None,
         objective: str = "balanced",
@@ -110,21 +112,31 @@ class TTSpec:
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {objective!r}; known: {', '.join(OBJECTIVES)}")
+        num_embeddings = whole_number("num_embeddings", num_embeddings)
+        embedding_dim = whole_number("embedding_dim", embedding_dim)
+        num_cores = None if num_cores is None else whole_number("num_cores", num_cores)
+        max_parameters = None if max_parameters is None else whole_number("max_parameters", max_parameters, least=1)
+        lookups = whole_number("lookups", lookups, least=1)
         if num_cores is not None and not MIN_CORES <= num_cores <= MAX_CORES:
             raise ValueError(f"num_cores {num_cores} is not supported; allowed: {MIN_CORES} to {MAX_CORES}")
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"a table needs at least one row and one column, not {num_embeddings} x {embedding_dim}")
-        largest = rank if isinstance(rank, int) else max(rank, default=1)
-        if largest < 1:
-            raise ValueError(f"TT rank must be at least 1, not {rank}")
+        one_by_one: tuple[int, ...] | None = None
+        if isinstance(rank, Sequence):
+            one_by_one = tuple(rank)
+            largest = max((whole_number(f"TT ranks {one_by_one}", r, least=1) for r in one_by_one), default=1)
+        else:
+            largest = whole_number("TT rank", rank, least=1)
         if objective == "balanced":
             p, q, ranks = balanced_shape(num_embeddings, embedding_dim, largest, num_cores or 3)
-            ranks = ranks if isinstance(rank, int) else tuple(rank)
-        elif not isinstance(rank, int):
-            raise ValueError(f"objective {objective!r} takes one rank for all bonds, not {tuple(rank)}")
+            ranks = ranks if one_by_one is None else one_by_one
+        elif one_by_one is not None:
+            raise ValueError(f"objective {objective!r} takes one rank for all bonds, not {one_by_one}")
         else:
             cores = (2, 3, 4) if num_cores is None else (num_cores,)
-            p, q, ranks = search_shape(objective, num_embeddings, embedding_dim, rank, cores, lookups, max_parameters)
+            p, q, ranks = search_shape(
+                objective, num_embeddings, embedding_dim, largest, cores, lookups, max_parameters
+            )
         return cls(num_embeddings, embedding_dim, p, q, ranks)
 
     @property
@@ -192,6 +204,7 @@ class TTSpec:
         Raises:
             ValueError: if ``columns`` is no multiple of `column_step`, or more than there are.
         """
+        columns = whole_number("columns", columns)
         if columns % self.column_step or not 0 < columns <= self.embedding_dim:
             raise ValueError(
                 f"TT q {self.q} can be cut every {self.column_step} columns, which does not give a part of {columns}; "
@@ -223,8 +236,8 @@ class TTSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TTSpec:
         return cls(
-            int(values["num_embeddings"]),
-            int(values["embedding_dim"]),
+            values["num_embeddings"],
+            values["embedding_dim"],
             tuple(values["p"]),
             tuple(values["q"]),
             tuple(values["ranks"]),
@@ -241,7 +254,7 @@ class TableConfig(Protocol):
 
 def compress_to_fit(
     tables: Iterable[TableConfig],
-    budget: int | str,
+    budget: SupportsIndex | str,
     *,
     element_size: int = 4,
     core_element_size: int | None = None,
@@ -263,6 +276,9 @@ def compress_to_fit(
         ValueError: if the tables do not fit even with every table compressed.
     """
     limit = parse_bytes(budget)
+    element_size = whole_number("element_size", element_size, least=1)
+    if core_element_size is not None:
+        core_element_size = whole_number("core_element_size", core_element_size, least=1)
     left = sorted(tables, key=lambda t: t.num_embeddings * t.embedding_dim, reverse=True)
     total = sum(t.num_embeddings * t.embedding_dim for t in left) * element_size
     specs: dict[str, TTSpec] = {}
@@ -286,10 +302,10 @@ def compress_to_fit(
 _UNITS = {"": 1, "B": 1, **{u + s: b**e for e, u in enumerate("KMGT", 1) for s, b in (("B", 1000), ("IB", 1024))}}
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: SupportsIndex | str) -> int:
     """Bytes in ``8_000_000``, ``"8MB"`` (powers of 1000) or ``"8MiB"`` (powers of 1024)."""
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return whole_number("a size in bytes", size)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"cannot read {size!r} as a size; write it like 8GB, 512MiB or a number of bytes")

@@ -88,6 +88,81 @@ def test_nothing_to_look_up(backend, mode, padding_idx):
         check_twins(bag, twin, torch.tensor([7, 7]), torch.tensor([0]))
 
 
+@both_backends
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_of_padded_lookups_do_not_count(backend, value):
+    bag, twin = make_twins(mode="sum", padding_idx=7)
+    input = torch.tensor([[7, 99, 0], [7, 7, 7], [5, 7, 99]])
+    factors = torch.rand(3, 3, dtype=torch.float64).masked_fill(input == 7, value).requires_grad_()
+    with ops.use_backend(backend):
+        assert bag(input, per_sample_weights=factors).isfinite().all()
+        assert_near(bag(input, per_sample_weights=factors), twin(input, per_sample_weights=factors))
+        check_twins(bag, twin, input, per_sample_weights=factors.detach().masked_fill(input == 7, 0).requires_grad_())
+        bag(input, per_sample_weights=factors).sum().backward()
+        assert bag.weights.grad.isfinite().all()
+        assert factors.grad.masked_select(input == 7).eq(0).all()
+
+
+def test_means_with_padding_are_right_past_the_whole_numbers_of_a_float32():
+    bag = TTEmbeddingBag(4, 1, spec=TTSpec(4, 1, (2, 2), (1, 1), (1,)), mode="mean", padding_idx=3)
+    lookups = 2**24 + 3
+    input = torch.zeros(lookups, dtype=torch.int32)
+    input[-2:] = 3
+    rows = cores.to_dense(bag.cores, 4)
+    with ops.use_backend("native"):  # the last bag starts where a float32 cannot count any more
+        output = bag(input, torch.tensor([0, 2**24 - 2]))
+    assert_near(output[1], rows[0])
+
+
+def test_keywords_of_embedding_bag():
+    defaults = {"max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False, "dtype": None}
+    nn.EmbeddingBag(100, 12, **defaults)
+    assert TTEmbeddingBag(100, 12, **defaults).weights.dtype == torch.float32
+    assert TTEmbeddingBag.from_pretrained(torch.randn(100, 12), rank=3, sparse=False).weights.shape
+    others = {"max_norm": 1.0, "norm_type": 1.0, "scale_grad_by_freq": True, "sparse": True}
+    for keyword, value in others.items():
+        with pytest.raises(NotImplementedError, match=f"TTEmbeddingBag has no {keyword}={value}: .* leave it"):
+            TTEmbeddingBag(100, 12, **{keyword: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_default_types(dtype):
+    torch.manual_seed(0)
+    expected = TTEmbeddingBag(100, 12, rank=3)
+    group, pretrained = BatchedTTEmbeddingBags(TABLES), torch.randn(100, 12)
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(0)
+        bag = TTEmbeddingBag(100, 12, rank=3)
+        assert bag.weights.dtype == nn.EmbeddingBag(100, 12).weight.dtype == dtype
+        assert torch.equal(bag.weights, expected.weights.to(dtype))
+        assert torch.equal(BatchedTTEmbeddingBags(TABLES).weights, group.weights)
+        converted = TTEmbeddingBag.from_pretrained(pretrained.to(dtype), rank=1_000)
+        assert converted.weights.dtype == dtype
+        rows = cores.to_dense([core.double() for core in converted.cores], 100)
+        assert_near(rows, pretrained.double(), torch.finfo(dtype).eps * 20)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_empty_offsets():
+    input, none = torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)
+    with pytest.raises(ValueError, match="offsets is empty, so none of the 2 indices is in a bag; give"):
+        TTEmbeddingBag(100, 12)(input, none)
+    for indices in (input, none):
+        with pytest.raises(ValueError, match=r"offsets is empty.* at the end the number of indices"):
+            TTEmbeddingBag(100, 12, include_last_offset=True)(indices, none)
+
+
+@both_backends
+def test_integer_types_may_differ(backend):
+    bag, twin = make_twins(mode="sum")
+    with ops.use_backend(backend):
+        input, starts = torch.tensor([7, 99, 0, 7]), torch.tensor([0, 3])
+        assert_near(bag(input.int(), starts), twin(input, starts))
+        assert_near(bag(input, starts.int()), twin(input, starts))
+
+
 def test_wrong_calls():
     bag, twin = make_twins(mode="mean")
     input, factors = torch.tensor([[1, 2]]), torch.rand(1, 2, dtype=torch.float64)

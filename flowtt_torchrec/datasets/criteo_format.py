@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowtt_torchrec.datasets.base import DataError
+from flowtt_torchrec.whole_numbers import whole_number
 
 NUM_DENSE = 13
 NUM_CATEGORIES = 26
@@ -26,9 +28,13 @@ def dense_transform(integers: NDArray[np.integer]) -> NDArray[np.float32]:
     return np.log1p(np.maximum(integers, 0).astype(np.float32))
 
 
-def table_sizes(num_embeddings: int | Sequence[int]) -> list[int]:
+def table_sizes(num_embeddings: SupportsIndex | Sequence[SupportsIndex]) -> list[int]:
     """Rows of the 26 tables from one number for all, or 26 numbers."""
-    sizes = [num_embeddings] * NUM_CATEGORIES if isinstance(num_embeddings, int) else list(num_embeddings)
+    numbers = list(num_embeddings) if isinstance(num_embeddings, Sequence) else [num_embeddings] * NUM_CATEGORIES
+    try:
+        sizes = [whole_number("num_embeddings", number) for number in numbers]
+    except ValueError as error:
+        raise DataError(str(error)) from None
     if len(sizes) != NUM_CATEGORIES:
         raise DataError(f"num_embeddings has {len(sizes)} numbers; Criteo data has {NUM_CATEGORIES} categories")
     for table, size in zip(TABLE_NAMES, sizes):

@@ -7,6 +7,7 @@ of its tensor train if it is one. Devices are not in it: ``cuda`` or ``cpu`` is 
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ def save_plan(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(content, indent=1, default=operator.index) + "\n", encoding="utf-8")
     part.replace(target)
 
 
