@@ -82,7 +82,7 @@ def test_a_single_rank_is_clipped_and_listed_ranks_are_not() -> None:
         ({"ranks": (3,)}, "3 cores need 3 factors in q and 2 ranks"),
         ({"p": (60,), "q": (12,), "ranks": ()}, "1 factors; 2 to 4 cores"),
         ({"ranks": (0, 8)}, "at least 1"),
-        ({"p": (3, 4, 5.0)}, "whole numbers"),
+        ({"p": (3, 4, 5.0)}, "must be a whole number, not 5.0"),
         ({"num_embeddings": 0}, "at least one row"),
     ],
 )
