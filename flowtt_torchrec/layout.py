@@ -39,6 +39,7 @@ class TTLayout:
         names: name of each table, for error messages and state dicts.
         feature_tables: the table that each feature looks up, in the order of the output's columns; one feature a table
             if not given.
+        parts: whether names may repeat, since several of these are parts of one table.
 
     Attributes:
         tables: int64 CPU tensor ``[num_tables, TABLE_COLUMNS]``.
@@ -55,11 +56,16 @@ class TTLayout:
     """
 
     def __init__(
-        self, specs: Sequence[TTSpec], names: Sequence[str], feature_tables: Sequence[int] | None = None
+        self,
+        specs: Sequence[TTSpec],
+        names: Sequence[str],
+        feature_tables: Sequence[int] | None = None,
+        *,
+        parts: bool = False,
     ) -> None:
         if not specs:
             raise ValueError("a group of tensor-train tables needs at least one table")
-        if len(names) != len(specs) or len(set(names)) != len(names):
+        if len(names) != len(specs) or (len(set(names)) != len(names) and not parts):
             raise ValueError(f"{len(specs)} tables need as many different names, not {list(names)}")
         if any("\n" in name for name in names):
             raise ValueError(f"table names must be single lines, not {[name for name in names if chr(10) in name]}")

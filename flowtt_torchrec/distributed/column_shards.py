@@ -41,8 +41,9 @@ class ColumnShards:
         self._shards = list(shards)
         self.layout = TTLayout(
             [whole.specs[shard.table].narrow(shard.width) for shard in shards],
-            [f"{whole.names[shard.table]}[:, {shard.start}:{shard.start + shard.width}]" for shard in shards],
+            [whole.names[shard.table] for shard in shards],
             feature_shards,
+            parts=True,
         )
 
     @torch.no_grad()

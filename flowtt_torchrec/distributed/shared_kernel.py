@@ -16,7 +16,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from flowtt_torchrec.deferred import deferred_lookup
 from flowtt_torchrec.distributed.column_shards import ColumnShard, ColumnShards
 from flowtt_torchrec.distributed.kernel import TTFusedEmbeddingBag
-from flowtt_torchrec.distributed.sharding_types import DATA_PARALLEL
+from flowtt_torchrec.distributed.row_shards import RowShards
+from flowtt_torchrec.distributed.sharding_types import DATA_PARALLEL, ROW_TYPES
 from flowtt_torchrec.distributed.tables import name_tables
 from flowtt_torchrec.optimizers import touched_slices
 
@@ -24,9 +25,10 @@ from flowtt_torchrec.optimizers import touched_slices
 class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
     """TT tables of which this rank computes some rows or columns, with all of their cores.
 
-    A shard of rows gets row numbers of its own and adds its first row to them. A shard of columns is looked up with a
-    part of the first core; see `ColumnShards`. A table may have several shards here. Backward leaves the gradient of
-    the cores with a `CoreGradientSync`, which sums it over the ranks and has every rank make the same step.
+    A shard of rows gets row numbers of its own, from which it makes those of the table; see `RowShards`. A shard of
+    columns is looked up with a part of the first core; see `ColumnShards`. A table may have several shards here.
+    Backward leaves the gradient of the cores with a `CoreGradientSync`, which sums it over the ranks and has every rank
+    make the same step.
     """
 
     def __init__(
@@ -40,16 +42,15 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         whole = self._emb_module.layout
         shards: list[ColumnShard] = []
         feature_shards: list[int] = []
-        first_rows: list[int] = []
         for i, table in enumerate(config.embedding_tables):
             assert table.local_metadata is not None
-            row, column = table.local_metadata.shard_offsets
+            column = table.local_metadata.shard_offsets[1]
             shards.append(ColumnShard(whole.names.index(table.name), column, table.local_cols))
             feature_shards += [i] * len(table.feature_names)
-            first_rows += [row] * len(table.feature_names)
         whole_tables = all(shard.width == whole.specs[shard.table].embedding_dim for shard in shards)
         self._columns = None if whole_tables else ColumnShards(whole, shards, feature_shards)
-        self._first_rows = torch.tensor(first_rows, device=device) if any(first_rows) else None
+        row_wise = sharding_type is not None and sharding_type.value in ROW_TYPES
+        self._row_shards = RowShards(config.embedding_tables, device) if row_wise else None
         self._sync: CoreGradientSync | None = None
         self._grad: Tensor | None = None
         self._touched: Tensor | None = None
@@ -62,9 +63,8 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         bags = self._emb_module
         bags.set_learning_rate(self._optim.learning_rate)
         layout = bags.layout if self._columns is None else self._columns.layout
-        if self._first_rows is not None and indices.numel():
-            lookups = offsets[:: (offsets.numel() - 1) // layout.num_features].diff()
-            indices = indices + self._first_rows.repeat_interleave(lookups, output_size=indices.numel())
+        if self._row_shards is not None:
+            indices = self._row_shards.row_numbers(indices, offsets)
         assert bags.optimizer is not None
         return deferred_lookup(
             bags.weights,
