@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowtt_torchrec.files import write_atomically
+
 VERSION = 1
 
 
@@ -58,7 +60,7 @@ class CostConstants:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON that `load` reads."""
-        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        write_atomically(Path(path), json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostConstants:

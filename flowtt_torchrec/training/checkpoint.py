@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from flowtt_torchrec.distributed import checkpoint
+from flowtt_torchrec.files import sync_directory, write_atomically
 from flowtt_torchrec.training.errors import CheckpointError
 
 _STATE_FILE = "state.json"
@@ -68,12 +69,11 @@ class Checkpoints:
             dist.barrier()
             dcp.save(tensors, checkpoint_id=unfinished)  # its files are synced to disk when it returns
             if dist.get_rank() == 0:
-                _write_synced(unfinished / _STATE_FILE, json.dumps(state, indent=1))
-                _sync_directory(unfinished)
+                write_atomically(unfinished / _STATE_FILE, json.dumps(state, indent=1))
                 if final.exists():
                     _remove(final)
                 os.rename(unfinished, final)
-                _sync_directory(self.directory)
+                sync_directory(self.directory)
                 for old in self.steps()[: -self.keep]:
                     _remove(self.path(old))
             dist.barrier()
@@ -117,30 +117,6 @@ class Checkpoints:
             for path in self.directory.iterdir():
                 if path.name.startswith(_UNFINISHED):
                     shutil.rmtree(path)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that, at any moment, is either the old one or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.writing")
-    _write_synced(unfinished, text)
-    os.replace(unfinished, path)
-    _sync_directory(path.parent)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowtt_torchrec.training.checkpoint import write_atomically
+from flowtt_torchrec.files import write_atomically
 from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show, show_bytes
 from flowtt_torchrec.training.loop import Trainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flowtt_torchrec.training.checkpoint import Checkpoints, write_atomically
+from flowtt_torchrec.training.checkpoint import Checkpoints
 from flowtt_torchrec.training.errors import CheckpointError
 
 
@@ -134,11 +134,3 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(checkpoints: Checkpoints) -> No
         assert read["model"]["weight"][0] == last
         assert checkpoints.read_state(last) == {"step": last}
         checkpoints.remove_all()
-
-
-def test_a_report_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "report.json"
-    write_atomically(path, "one")
-    write_atomically(path, "two")
-    assert path.read_text() == "two"
-    assert os.listdir(path.parent) == ["report.json"]

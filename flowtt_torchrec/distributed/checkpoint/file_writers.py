@@ -30,6 +30,7 @@ from flowtt_torchrec.distributed.checkpoint.files import (
     name_of,
     read_entries,
 )
+from flowtt_torchrec.files import atomic_file
 
 BLOCK_BYTES = 16 << 20
 FILE_SUFFIXES = (".pt", ".pth", ".bin")
@@ -120,7 +121,6 @@ class _RowBlockPlanner(dcp.DefaultSavePlanner):
 
 def _write_file(entries: Mapping[Key, Any], path: Path) -> None:
     """First a file with room for the tensors, then their numbers."""
-    unfinished = path.with_name(f".{path.name}.writing")
     tree: dict[Any, Any] = {}
     with FakeTensorMode():
         for key, value in entries.items():
@@ -128,10 +128,11 @@ def _write_file(entries: Mapping[Key, Any], path: Path) -> None:
             for name in key[:-1]:
                 node = node.setdefault(name, {})
             node[key[-1]] = _for_file(value)
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(tree, unfinished)
-    written = read_entries(unfinished)
-    with open(unfinished, "r+b") as file:
+    with atomic_file(path) as file:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(tree, file)
+        file.flush()
+        written = read_entries(file.name)
         for key, value in entries.items():
             if isinstance(value, LazyTensor):
                 position = written[key].position
@@ -139,9 +140,6 @@ def _write_file(entries: Mapping[Key, Any], path: Path) -> None:
                     file.seek(position + first * value.row_bytes)
                     numbers = value.read(first, last).contiguous().view(-1).view(torch.uint8)
                     file.write(memoryview(cast(Any, numbers.numpy())))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def _for_file(value: Any) -> Any:

@@ -23,6 +23,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, DATA_PARALLEL, HOST_TYPES
 from flowtt_torchrec.distributed.tables import name_tables, table_parameters
+from flowtt_torchrec.files import write_atomically
 from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
@@ -87,11 +88,7 @@ def save_plan(
         "local_world_size": local_world_size or world_size,
         "modules": modules,
     }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(content, indent=1, default=operator.index) + "\n", encoding="utf-8")
-    part.replace(target)
+    write_atomically(Path(path), json.dumps(content, indent=1, default=operator.index) + "\n")
 
 
 def load_plan(
