@@ -1,5 +1,6 @@
 # Every target sets up what it needs, once: the virtual environment, the packages, the compiled ops.
 #   FLOWTT_DEVICE=cpu|cuda overrides the detection of a GPU; PYTHON=... chooses the Python that makes the environment.
+#   FLOWTT_BUILD_CUDA=1 builds the CUDA kernels where there is no GPU (nvcc takes minutes); CI does.
 SHELL := /bin/bash
 VENV ?= .venv
 DEVICE := $(or $(FLOWTT_DEVICE),$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
@@ -10,15 +11,21 @@ CONFIG ?= configs/quickstart.yaml
 # More options for train_dlrm.py, for example ARGS="--epochs 2".
 ARGS ?=
 PYTEST_ARGS ?=
+# Processes that run tests. A file's tests stay in one process, as many share what its first one sets up.
+TEST_JOBS ?= 2
 
 ACTIVATE := source $(VENV)/bin/activate
 INSTALLED := $(VENV)/.flowtt-$(DEVICE)
 DEV := $(VENV)/.flowtt-dev
 BUILT := $(VENV)/.flowtt-built
+BUILD_SETTINGS := $(VENV)/.flowtt-build-settings
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
 # Threads that spin while they wait take the cores from each other where processes share them, hence PASSIVE for tests.
-.PHONY: setup train test test-cuda test-matrix lint format bench clean
+PYTEST := OMP_WAIT_POLICY=PASSIVE python -m pytest
+IN_PARALLEL := -n $(TEST_JOBS) --dist loadfile
+
+.PHONY: setup train test test-all test-cuda test-matrix wheel test-wheel lint format bench clean FORCE
 
 setup: $(BUILT)
 
@@ -30,7 +37,12 @@ $(DEV): requirements/dev.txt | $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet -r requirements/dev.txt
 	@touch $@
 
-$(BUILT): $(INSTALLED) $(SOURCES)
+# Changes when another build is asked for, and then only.
+$(BUILD_SETTINGS): FORCE | $(INSTALLED)
+	@echo '$(DEVICE) FLOWTT_BUILD_CUDA=$(FLOWTT_BUILD_CUDA) CI=$(CI)' | cmp -s - $@ || \
+	 echo '$(DEVICE) FLOWTT_BUILD_CUDA=$(FLOWTT_BUILD_CUDA) CI=$(CI)' > $@
+
+$(BUILT): $(INSTALLED) $(SOURCES) $(BUILD_SETTINGS)
 	@echo "== building the compiled ops"
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
@@ -40,10 +52,24 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 train: $(BUILT)
 	$(ACTIVATE) && OMP_NUM_THREADS=1 torchx run -s local_cwd -cfg log_dir=logs dist.ddp -j 1x$(NPROC) --script train_dlrm.py -- --config $(CONFIG) $(ARGS)
 
+# What a contributor runs: all but the tests marked slow.
 test: $(BUILT) $(DEV)
-	$(ACTIVATE) && python -m pip check && OMP_WAIT_POLICY=PASSIVE python -m pytest $(PYTEST_ARGS)
+	$(ACTIVATE) && $(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
-# The CUDA kernels on a CPU, under every check: part of `make test` too. On a GPU: scripts/gpu_check.sh.
+# What CI runs: every test, and that the installed packages fit together.
+test-all: $(BUILT) $(DEV)
+	$(ACTIVATE) && python -m pip check && $(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
+
+# One wheel for any Python and torch that are supported, and the source distribution, in dist/. With CUDA kernels where
+# there is a GPU, or by FLOWTT_BUILD_CUDA=1.
+wheel: $(INSTALLED) $(DEV)
+	$(VENV)/bin/python scripts/wheel.py build
+
+# Installs the wheel in new environments, with torch alone and with torchrec, and uses it there.
+test-wheel: wheel
+	$(VENV)/bin/python scripts/wheel.py test $(ARGS)
+
+# The CUDA kernels on a CPU, under every check: part of `make test-all` too. On a GPU: scripts/gpu_check.sh.
 test-cuda: $(BUILT) $(DEV)
 	$(ACTIVATE) && python -m pytest tests/cuda_emulation tests/test_cuda_library.py tests/benchmarks/test_cuda_kernels.py tests/benchmarks/test_cuda_counts.py $(PYTEST_ARGS)
 	$(ACTIVATE) && python -m pytest tests/test_ops.py tests/test_batch_errors.py -k cuda $(PYTEST_ARGS)
@@ -52,7 +78,7 @@ test-cuda: $(BUILT) $(DEV)
 test-matrix:
 	$(or $(PYTHON),python3) scripts/version_matrix.py $(ARGS)
 
-lint: $(BUILT) $(DEV)
+lint: $(DEV)
 	$(ACTIVATE) && ruff check . && ruff format --check . && mypy
 	$(ACTIVATE) && clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.inc' '*.cu' '*.cuh')
 

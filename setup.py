@@ -1,9 +1,10 @@
 """Builds the compiled ops, `flowtt_torchrec/_C.so`, against the installed torch; everything else is in pyproject.toml.
 
 The library uses torch's stable ABI and no Python API: one build serves every Python and every torch from 2.11 on.
-CUDA kernels are in it where nvcc is; that needs no GPU, and the library loads beside a torch without CUDA too.
+CUDA kernels are in it where a GPU and nvcc are, or where FLOWTT_BUILD_CUDA=1 or CI asks for them: nvcc takes minutes. It
+needs no GPU, and the library loads beside a torch without CUDA too.
 Environment variables: CXX, CXXFLAGS, LDFLAGS; CUDA_HOME, NVCCFLAGS; MAX_JOBS, compilers at a time;
-FLOWTT_BUILD_CUDA=auto|0|1; CI, which makes warnings errors.
+FLOWTT_BUILD_CUDA=auto|0|1; CI, which makes warnings errors and builds CUDA kernels where nvcc is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
 
@@ -61,6 +63,17 @@ if os.environ.get("CI"):  # a user's compiler may know warnings that ours does n
 MIN_NVCC = (12, 1)  # kernel arguments of more than 4 KB
 
 
+def has_gpu() -> bool:
+    """Whether the driver of NVIDIA lists a GPU, or FLOWTT_DEVICE says so."""
+    device = os.environ.get("FLOWTT_DEVICE")
+    if device:
+        return device == "cuda"
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 def find_cuda() -> tuple[Path | None, str]:
     """The CUDA toolkit to build with, if any, and why."""
     wanted = os.environ.get("FLOWTT_BUILD_CUDA", "auto")
@@ -68,6 +81,8 @@ def find_cuda() -> tuple[Path | None, str]:
         raise SetupError(f"FLOWTT_BUILD_CUDA={wanted!r} is unknown; allowed: auto, 0, 1")
     if wanted == "0":
         return None, "FLOWTT_BUILD_CUDA=0"
+    if wanted == "auto" and not os.environ.get("CI") and not has_gpu():
+        return None, "no GPU here; FLOWTT_BUILD_CUDA=1 builds them all the same"
     on_path = shutil.which("nvcc")
     candidates = [
         os.environ.get("CUDA_HOME"),
@@ -164,6 +179,13 @@ class BuildOps(build_ext):
         run([*compiler, "-shared", *objects, "-o", str(library), f"-L{torch_root / 'lib'}", *libraries, *link])
 
 
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for one platform and any Python: the library uses no Python API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 def run_if_stale(command: list[str], source: Path, target: Path, version: str) -> None:
     """Compiles unless the object is newer than the source and its headers, and was made by the same command."""
     record, dependencies = target.with_suffix(".cmd"), target.with_suffix(".d")
@@ -198,9 +220,7 @@ setup(
                 for path in sorted((ROOT / "csrc").rglob("*"))
                 if path.suffix in (".h", ".inc", ".cuh")
             ],
-            py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildOps},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
 )

@@ -3,12 +3,11 @@
 This package needs torch alone; what plugs into TorchRec is in `flowtt_torchrec.distributed`.
 """
 
+from flowtt_torchrec._version import __version__
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.plan import BoundsCheckMode
 from flowtt_torchrec.spec import TTSpec, compress_to_fit
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BatchedTTEmbeddingBags",
