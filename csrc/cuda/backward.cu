@@ -39,7 +39,7 @@ class RowGradients {
     arguments.plan = wave;
     const unsigned grid = blocks_for(spans_, kWarps);
     check(FLOWTT_LAUNCH(sum_row_gradients, grid, kThreads, 0, context_.stream, arguments), "sum_row_gradients");
-    for (int stride = 1; spans_ > 32 * stride; stride *= 32) {
+    for (int stride = 1; spans_ > 32 * stride; stride *= 32) {  // [mutant: missing-level, late-levels]
       check(FLOWTT_LAUNCH(sum_carries, blocks_for(spans_, kWarps * 32 * stride), kThreads, 0, context_.stream,
                           arguments, stride),
             "sum_carries");

@@ -45,7 +45,7 @@ void raise_fault() {
   if (__atomic_load_n(&record.state, __ATOMIC_ACQUIRE) != FaultRecord::kWritten) return;
   const BatchError error = record.error;
   const auto* const table_names = static_cast<const std::string*>(record.table_names);
-  __atomic_store_n(&record.state, unsigned{FaultRecord::kFree}, __ATOMIC_RELEASE);
+  __atomic_store_n(&record.state, unsigned{FaultRecord::kFree}, __ATOMIC_RELEASE);  // [mutant: repeated-fault]
   lock.unlock();
   raise_batch_error(
       error, *table_names,

@@ -19,7 +19,7 @@ Checkpoints make_checkpoints(const Setting& setting, Waves waves, const Context&
 
 void make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& wave, Waves waves,
                const Checkpoints& checkpoints, const Weights& weights, float* rows, const Context& context) {
-  if (checkpoints.states != nullptr) {
+  if (checkpoints.states != nullptr) {  // [mutant: earlier-wave]
     const size_t bytes = static_cast<size_t>(checkpoints.slots) * sizeof *checkpoints.states;
     check(cudaMemsetAsync(checkpoints.states, 0, bytes, context.stream), "memset");
   }

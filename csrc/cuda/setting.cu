@@ -155,7 +155,7 @@ std::vector<DevicePlan> cut(const DevicePlan& plan, Waves waves, const Context& 
   for (int i = 0; i < waves.count; ++i) {
     DevicePlan& wave = plans[static_cast<size_t>(i)];
     wave.begin_row = i * waves.rows;
-    wave.row_keys += wave.begin_row;
+    wave.row_keys += wave.begin_row;  // [mutant: first-wave-again]
     wave.counts = counts + i * kWaveCounts;
     wave.first_flow = wave.counts + 2;
   }

@@ -1,13 +1,18 @@
-"""Builds emulated CUDA code: ordinary shared objects, compiled by g++, in which every kernel runs on the CPU."""
+"""Builds emulated CUDA code: ordinary shared objects, compiled by g++, in which every kernel runs on the CPU.
+
+What is built stays in build/cuda_emulation from run to run.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -46,7 +51,7 @@ def build(
     link_flags: Sequence[str] = (),
     special: Mapping[Path, Sequence[str]] | None = None,
 ) -> Path:
-    """Builds ``name`` in one mode, recompiling what changed.
+    """Builds ``name`` in one mode, recompiling what changed: contents count, not times.
 
     Args:
         name: of the library.
@@ -73,29 +78,58 @@ def build(
         *((FOLDER / source, [*base, "-O2", "-fexceptions"]) for source in (*RUNTIME, checker)),
     ]
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(pool.map(lambda job: _compile(*job), jobs))
-    tag = hashlib.sha256("".join(map(str, objects)).encode()).hexdigest()[:12]
-    library = OBJECTS / f"{name}-{mode}-{tag}.so"
-    if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
-        _run([base[0], "-shared", *map(str, objects), "-o", str(library), "-Wl,-Bsymbolic", "-ldl", *link_flags])
+    with (OBJECTS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(lambda job: _compile(*job), jobs))
+        library = OBJECTS / f"{name}-{mode}-{_tag(*map(str, objects))}.so"
+        link = [base[0], "-shared", *map(str, objects), "-Wl,-Bsymbolic", "-ldl", *link_flags]
+        _make(link, library, lambda: objects)
     return library
 
 
 def _compile(source: Path, command: list[str]) -> Path:
-    tag = hashlib.sha256(shlex.join([*command, str(source)]).encode()).hexdigest()[:12]
-    target = OBJECTS / f"{source.stem}-{tag}.o"
+    target = OBJECTS / f"{source.stem}-{_tag(*command, str(source))}.o"
     dependencies = target.with_suffix(".d")
-    if target.exists() and dependencies.exists():
-        names = dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()
-        made = target.stat().st_mtime
-        if all(Path(name).exists() and Path(name).stat().st_mtime <= made for name in names):
-            return target
-    _run([*command, "-MMD", "-c", str(source), "-o", str(target)])
+
+    def inputs() -> list[Path]:
+        listed = dependencies.read_text() if dependencies.exists() else ""
+        return [Path(name) for name in listed.replace("\\\n", " ").partition(":")[2].split()] or [source]
+
+    _make([*command, "-MD", "-MF", str(dependencies), "-c", str(source)], target, inputs)
     return target
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+def _make(command: list[str], target: Path, inputs: Callable[[], list[Path]]) -> None:
+    """Runs a command for ``target`` unless that was made from the same contents; what is made is whole or not there."""
+    record = target.with_suffix(".sum")
+    if target.exists() and record.exists() and record.read_text() == _digest(inputs()):
+        return
+    new = target.with_suffix(".new")
+    result = subprocess.run(
+        [*command, "-o", str(new)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if result.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)}\n{result.stdout}")
+    record.unlink(missing_ok=True)
+    new.replace(target)
+    record.write_text(_digest(inputs()))
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    """Of the contents of files; a file that is not there has none."""
+    return _tag(*(_content(path) if path.exists() else "" for path in paths))
+
+
+def _content(path: Path) -> str:
+    status = path.stat()
+    return _content_at(path, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _content_at(path: Path, changed: int, size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _tag(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

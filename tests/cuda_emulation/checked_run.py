@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,12 @@ def batches(seed: int) -> Iterator[tuple[TTLayout, tuple[Tensor, Tensor], dict[s
     yield layout_of("tiny"), (hot, bags), {"weighted": False, "tolerance": 1e-3}  # the reference adds one by one
 
 
-def start(library: Path) -> subprocess.CompletedProcess[str]:
+def start(library: Path, bugs: int = 0, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the batches in a new process, or with each of ``bugs`` in turn: see `with_every_bug`."""
     path = f"{build.ROOT}:{build.ROOT / 'tests'}"
+    more = [str(bugs), str(folder)] if bugs else []
     return subprocess.run(
-        [sys.executable, "-m", "cuda_emulation.checked_run", str(library)],
+        [sys.executable, "-m", "cuda_emulation.checked_run", str(library), *more],
         env={**os.environ, "PYTHONPATH": path, "FLOWTT_BACKEND": "reference"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -169,9 +172,7 @@ def start(library: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def main(library: Path) -> None:
-    torch.set_num_threads(1)
-    emulator = emulated.load(library)
+def run_batches(emulator: ctypes.CDLL) -> None:
     emulator.cuda_emulation_set_max_steps(ctypes.c_uint64(20_000_000))
     for seed in SEEDS:
         emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
@@ -187,5 +188,39 @@ def main(library: Path) -> None:
             compare_rounding(mixed, *batch, dtype, KINDS[seed % 3], seed)
 
 
+def with_every_bug(emulator: ctypes.CDLL, bugs: int, folder: Path) -> None:
+    """Runs the batches once with each bug, in forks of this process, as many at a time as there are CPUs.
+
+    What bug number N makes them say goes to the file ``N`` of ``folder``, with "passed" as the last line if nothing is
+    wrong. Forks need no time to import torch and to load the library.
+    """
+    running = 0
+    for bug in range(1, bugs + 1):
+        if os.fork() == 0:
+            output = os.open(folder / str(bug), os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, sys.stdout.fileno())
+            os.dup2(output, sys.stderr.fileno())
+            emulator.cuda_emulation_wake_bug(bug)
+            try:
+                run_batches(emulator)
+                print("passed", flush=True)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        running += 1
+        if running == (os.cpu_count() or 1):
+            os.wait()
+            running -= 1
+    for _ in range(running):
+        os.wait()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    loaded = emulated.load(Path(sys.argv[1]))
+    if sys.argv[2:]:
+        with_every_bug(loaded, int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        run_batches(loaded)

@@ -65,6 +65,9 @@ void unregister_buffer(const void* data);
 // Marks memory as initialised, as a copy or memset of the host does.
 void host_wrote(const void* data, size_t bytes);
 
+// Whether a bug that mutants.py has planted is awake.
+bool has_bug(int number);
+
 struct Thread {
   uint3 thread, block;
   dim3 block_size, grid_size;

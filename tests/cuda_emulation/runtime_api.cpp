@@ -7,9 +7,11 @@ using cuda_emulation::config;
 
 namespace {
 std::unordered_map<const char*, uint64_t> amounts;  // what kernels have counted, by literals, some of them equal
-}
+int bug_awake = 0;
+}  // namespace
 
 void cuda_emulation::count(const char* name, uint64_t amount) { amounts[name] += amount; }
+bool cuda_emulation::has_bug(int number) { return number == bug_awake; }
 
 extern "C" {
 
@@ -98,6 +100,8 @@ uint64_t cuda_emulation_take_count(const char* name) {
   }
   return sum;
 }
+// Which of the bugs that mutants.py plants is awake; 0: none.
+void cuda_emulation_wake_bug(int number) { bug_awake = number; }
 const char* cuda_emulation_take_profile() { return cuda_emulation::take_profile().c_str(); }
 }
 #pragma GCC visibility pop

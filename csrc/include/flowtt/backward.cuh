@@ -283,7 +283,7 @@ class OwnerGradient {
           const GradientStrip strip(shape, slab, t);
           const Quad quad = quad_of(sum_[t][i]);
           row = strip.row + quad.row;
-          column = slab.first_q * shape.rank + (strip.column + i) * 8 + quad.column;
+          column = slab.first_q * shape.rank + (strip.column + i) * 8 + quad.column;  // [mutant: first-slab]
           valid = strip.valid && (strip.column + i) * 8 < slab.num_q * shape.rank;
           value = quad.value;
         }
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       const int left_rows = (end - flow) * table.left_rows;
       const int64_t slice = tile.flow_owner[flow];
       const bool is_loaded = loaded.slice == slice && loaded.slab.first_q == slab.first_q;
-      if (!is_loaded && loaded.slice >= 0) {
+      if (!is_loaded && loaded.slice >= 0) {  // [mutant: misdirected-gradient]
         owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
       }
       if (flow > 0) __syncthreads();  // the last batch's readers are done
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       }
       __pipeline_wait_prior(0);
       __syncthreads();
-      if (goes_on && !(keeps && tile.num_flows == 1)) {
+      if (goes_on && !(keeps && tile.num_flows == 1)) {  // [mutant: unkept-product]
         const float* const last_c = c + (left_rows - table.left_rows) * table.slab_pitch;
         for_product(table, slab, [&](int i, int at) { store4(kept + at, load4(last_c + i)); });
       }
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       } else {
         last_gradients(table, slab, tile, first_row, end_row, flow, c, row, p.gradients);
       }
-      __syncthreads();  // C has been read: dC takes its place
+      __syncthreads();  // C has been read: dC takes its place [mutant: overwritten-product]
       if (table.tensor_rows) {
         product_gradients_by_warps(table, slab, p.tf32, tile, flow, end, c, last, row);
       } else {
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
     }
   }
-  if (!Sum::kDeterministic && loaded.slice >= 0) {
+  if (!Sum::kDeterministic && loaded.slice >= 0) {  // [mutant: dropped-gradient]
     owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
   }
 }

@@ -55,9 +55,11 @@ __device__ __forceinline__ void find_borders(Borders& borders, const Tile& tile,
   }
   const unsigned crosses = __ballot_sync(0xffffffffu, same);
   const bool comes = crosses & 1, goes_on = crosses & 2, beyond = crosses & 4;
+  // [mutant: stale-product]
   const bool keeps = comes && borders.held == tile.flow_key[0] && borders.held_slab == tile.slab;
   const bool front = hands_over && comes && !keeps;
   const int first = front ? first_row_of_flow(plan, tile.flow_key[0], tile.first) : tile.first;
+  // [mutant: earlier-checkpoint]
   const int origin = taken.number - tile.first / schedule.tile_rows + first / schedule.tile_rows;
   __syncwarp();  // all have read what is held
   if (lane == 1) {
@@ -111,14 +113,15 @@ __device__ __forceinline__ void claim(const Checkpoints& checkpoints, Borders& b
 
 // For one thread, after a barrier behind the stores.
 __device__ __forceinline__ void publish(const Checkpoints& checkpoints, int slot) {
-  __threadfence();
+  __threadfence();  // [mutant: unfenced-publication]
   atomicAdd(checkpoints.states + slot, 1u);
 }
 
 // For one thread, before a barrier and the loads: waits until the product is there.
 __device__ __forceinline__ void await(const Checkpoints& checkpoints, int slot) {
+  // [mutant: unwaited-checkpoint]
   while (*const_cast<volatile unsigned*>(checkpoints.states + slot) < 2) __nanosleep(64);
-  __threadfence();
+  __threadfence();  // [mutant: unfenced-read]
 }
 
 // Publishes what this block made, then loads what others did: of the batch of flows [begin, end). `number`: of the
@@ -137,7 +140,7 @@ __device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, c
     if (stores_front) store4(front_slot + at, load4(c + i));
     if (stores_back) store4(back_slot + at, load4(back_c + i));
   });
-  __syncthreads();  // all has been stored
+  __syncthreads();  // all has been stored [mutant: early-publication]
   if (threadIdx.x == 0) {
     if (stores_front) publish(checkpoints, borders.origin);
     if (stores_back) publish(checkpoints, number);

@@ -33,6 +33,7 @@ class WaveRows {
   FLOWTT_INLINE explicit WaveRows(const DevicePlan& plan)
       : begin_(plan.begin_row), count_(static_cast<int>(plan.counts[0])) {}
   // Number in the wave of a distinct row; -1: it is not in it.
+  // [mutant: wave-past-end]
   FLOWTT_INLINE int operator()(int row) const { return row >= begin_ && row - begin_ < count_ ? row - begin_ : -1; }
   // Whether it has any of the rows first ... last.
   FLOWTT_INLINE bool meets(int first, int last) const { return first - begin_ < count_ && last >= begin_; }
@@ -53,7 +54,7 @@ FLOWTT_INLINE int row_of_lane(const DevicePlan& plan, int first, int row, int li
   const int start = next <= limit ? plan.row_starts[next] - first : 32;
   unsigned starts = start < 32 ? 1u << start : 0u;
   for (int lanes = 16; lanes > 0; lanes /= 2) starts |= __shfl_xor_sync(0xffffffffu, starts, lanes);
-  return row + __popc(starts & (0xffffffffu >> (31 - lane)));
+  return row + __popc(starts & (0xffffffffu >> (31 - lane)));  // [mutant: lookup-too-early]
 }
 
 // Whether the batch has failed, or is empty: its first wave has no rows.

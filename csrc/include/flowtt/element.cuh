@@ -78,7 +78,7 @@ struct Rounding {
 
  private:
   FLOWTT_INLINE uint32_t random(int64_t i) const {
-    return random_bits(static_cast<uint64_t>(seed), static_cast<uint64_t>(i));
+    return random_bits(static_cast<uint64_t>(seed), static_cast<uint64_t>(i));  // [mutant: constant-bits]
   }
 };
 

@@ -52,7 +52,7 @@ __global__ void report_faults(DeviceBatch batch, const void* indices, bool wide,
   record->error = error;
   record->table_names = table_names;
   __threadfence_system();
-  state = FaultRecord::kWritten;
+  state = FaultRecord::kWritten;  // [mutant: untold-fault]
 }
 
 }  // namespace flowtt

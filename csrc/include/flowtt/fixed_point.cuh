@@ -43,7 +43,7 @@ __global__ void choose_scale(const unsigned* largest, DevicePlan plan, int path_
   }
   const int row_bits = 32 - __clz(static_cast<int>(plan.counts[0]));
   const int most = row_bits + path_bits + num_factors * exponent(largest[0]) + exponent(largest[1]);
-  const int units = min(126, max(-126, 62 - most));
+  const int units = min(126, max(-126, 62 - most));  // [mutant: overflow]
   scale[0] = __int_as_float((units + 127) << 23);
   scale[1] = __int_as_float((127 - units) << 23);
 }

@@ -31,7 +31,7 @@ __global__ void make_keys(DeviceBatch batch, const void* indices, bool wide, Key
   if (row < 0 || row >= table.num_embeddings) {
     atomicAdd(&faults->num_invalid, 1ull);
     atomicMin(&faults->first_invalid, static_cast<unsigned long long>(l));
-    row = 0;
+    row = 0;  // [mutant: row-out-of-range]
   }
   uint64_t key = static_cast<uint64_t>(number) << batch.table_shift;
   for (int k = table.num_cores - 1; k >= 0; --k) {
@@ -57,6 +57,7 @@ __global__ void mark_heads(DeviceBatch batch, Flow flow, const Key* keys, uint64
     heads[s] = 0;
   } else {
     const DeviceTable& table = batch.tables[key >> batch.table_shift];
+    // [mutant: high-prefix]
     heads[s] = flow == Flow::kUnique || (key ^ before) >> table.digit_shift[0] != 0 ? kBoth : 1;
   }
 }
@@ -77,7 +78,7 @@ __global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_l
   if (s == num_lookups - 1) {
     plan.row_starts[rows] = num_lookups;
     plan.flow_starts[flows] = rows;
-    counts[0] = faults->failed ? 0 : rows;
+    counts[0] = faults->failed ? 0 : rows;  // [mutant: failed-lookup]
     counts[1] = faults->failed ? 0 : flows;
     counts[2] = static_cast<int64_t>(faults->num_invalid);
     counts[3] = 0;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       const Slab slab = slab_of(table, tile.slab);
       if (slab.num_q <= 0) continue;
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
-      if (flow == 0 && borders.keeps && borders.held_at > 0) {
+      if (flow == 0 && borders.keeps && borders.held_at > 0) {  // [mutant: misplaced-product]
         for_product(table, slab, [&](int i, int) {
           store4(c + i, load4(c + borders.held_at * shape.left_rows * shape.slab_pitch + i));
         });
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       claim(p.checkpoints, borders, tile, flow, end, *word);
       const Flows made = made_here(borders, tile, flow, end);
       if (threadIdx.x == 0 && tile.slab == 0) FLOWTT_COUNT("prefix products", made.count());
-      if (flow > 0) __syncthreads();  // the last batch's readers are done
+      if (flow > 0) __syncthreads();  // the last batch's readers are done [mutant: overwritten-slab]
       if (made.count() > 0) {
         if (borders.loaded != tile.flow_owner[flow] + slab.first_q * shape.rank) {
           load_owner(table, p.weights + tile.flow_owner[flow], slab, owner);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       __pipeline_commit();
       load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
       __pipeline_commit();
-      __pipeline_wait_prior(1);
+      __pipeline_wait_prior(1);  // [mutant: unwaited-middle-slice]
       __syncthreads();
       if (made.count() > 0) {
         make_products<2, 4>(table, slab, p.tf32, left, owner,
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
                             made.count() * shape.left_rows);
         if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + slab.first_q * shape.rank;
       }
-      __pipeline_wait_prior(0);
+      __pipeline_wait_prior(0);  // [mutant: unwaited-last-slices]
       __syncthreads();
       hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
       if (shape.tensor_rows && shape.left_rows * slab.num_q % 16 == 0) {

@@ -13,6 +13,7 @@ struct FloatSum {
   static constexpr bool kDeterministic = false;
   float* data;
 
+  // [mutant: plain-addition]
   __device__ __forceinline__ void add(int64_t i, float value) const { atomicAdd(data + i, value); }
   // Four neighbours; i is a multiple of four.
   __device__ __forceinline__ void add4(int64_t i, float4 value) const { reduce4(data + i, value); }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void pool_bag(const DeviceBatch& batch, const DeviceP
     for (int i = 0; i < kColumns; ++i) {
       if (base + 32 * i >= place.dim) continue;
       float& to = output[place.output + base + 32 * i];
-      to = plan.begin_row > 0 ? to + scale * sum[i] : scale * sum[i];
+      to = plan.begin_row > 0 ? to + scale * sum[i] : scale * sum[i];  // [mutant: overwritten-bags]
     }
   }
 }

@@ -58,6 +58,7 @@ __device__ __forceinline__ void prefix_products(const TableShape& shape, Slab sl
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
       const int row = group + i * groups;
+      // [mutant: overlapping-pieces]
       if (row < rows) store4(c + row * slab_pitch + piece * rank_pitch + column, sum[i]);
     }
   }
@@ -119,6 +120,7 @@ __device__ __forceinline__ void make_products(const DeviceTable& table, Slab sla
                 const float2 x = *reinterpret_cast<const float2*>(row + k + 2 * t + i);
                 return pack(static_cast<Element*>(nullptr), x.x, x.y);
               };
+              // [mutant: swapped-fragments]
               const uint32_t a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 8), pair(lower, 8)};
               const Element* const row = owner + (k + lane % 16) * pitch;
 #pragma unroll

@@ -56,7 +56,7 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
   for (int lanes = 16; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
   for (int base = lane; base - lane < most; base += 32 * kColumns) {
     float sum[kColumns] = {};
-    bool to_carry = carried;
+    bool to_carry = carried;  // [mutant: uncarried-row]
     for (int j = 0; j < count; ++j) {
       const int row_j = __shfl_sync(0xffffffffu, mine.row, j);
       const int next_row = __shfl_sync(0xffffffffu, mine.row, min(j + 1, 31));
@@ -70,6 +70,7 @@ __global__ void sum_row_gradients(const __grid_constant__ RowGradientArguments p
       if (j + 1 < count && next_row == row_j) continue;
       const int number = wave(row_j);
       float* const to =
+          // [mutant: misdirected-carry]
           to_carry ? p.carries + int64_t{span} * p.row_stride : p.row_gradients + int64_t{number} * p.row_stride;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
@@ -92,6 +93,7 @@ __global__ void sum_carries(const __grid_constant__ RowGradientArguments p, int 
   if (last * 32 >= p.batch.num_lookups) return;
   const int row = p.span_rows[first], number = WaveRows(p.plan)(row);
   if (number < 0) return;
+  // [mutant: carries-past-row]
   if (p.plan.row_starts[row] >= first * 32 || p.plan.row_starts[row + 1] <= last * 32) return;
   const int dim = row_dim(p, number);
   for (int column = threadIdx.x % 32; column < dim; column += 32) {
@@ -115,7 +117,7 @@ __global__ void add_carries(const __grid_constant__ RowGradientArguments p) {
   for (int column = lane; column < dim; column += 32) {
     float* const to = p.row_gradients + int64_t{number} * p.row_stride + column;
     float sum = *to;
-    for (int s = span + 1, step; s <= last_span; s += step) {
+    for (int s = span + 1, step; s <= last_span; s += step) {  // [mutant: dropped-carry]
       for (step = 1; s % (32 * step) == 0 && s + 32 * step - 1 <= last_span;) step *= 32;
       sum += p.carries[int64_t{s} * p.row_stride + column];
       if (column == 0) FLOWTT_COUNT("carries added one by one", 1);
@@ -129,6 +131,7 @@ __global__ void factor_gradients(const __grid_constant__ RowGradientArguments p,
   const int span = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (span * 32 >= p.batch.num_lookups) return;  // the whole warp
   const int count = min(32, p.batch.num_lookups - span * 32);
+  // [mutant: unwritten-gradients]
   if (has_no_rows(p.plan) && lane < count) gradients[p.plan.lookups[span * 32 + lane]] = 0.f;
   const WaveRows wave(p.plan);
   if (!wave.meets(p.span_rows[span], p.span_rows[span + 1])) return;

@@ -45,9 +45,9 @@ __device__ __forceinline__ TakenTile take_tile(const Schedule& schedule) {
       const unsigned thief = static_cast<unsigned>(__ffs(static_cast<int>(busy)) - 1);
       if (lane == thief) {
         const int from = end - (left + 1 - schedule.leave) / 2;
-        if (atomicCAS(schedule.ranges + victim, range, tile_range(next, from)) == range) {
+        if (atomicCAS(schedule.ranges + victim, range, tile_range(next, from)) == range) {  // [mutant: kept-range]
           tile = from;
-          atomicExch(schedule.ranges + blockIdx.x, tile_range(from + 1, end));
+          atomicExch(schedule.ranges + blockIdx.x, tile_range(from + 1, end));  // [mutant: plain-store, doubled-tile]
         }
       }
       tile = __shfl_sync(0xffffffffu, tile, static_cast<int>(thief));
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool next_tile(Tile& tile, int* word, const DeviceBat
     }
     if (threadIdx.x == 0) *word = taken.number;
   }
-  __syncthreads();  // the tile can be read
+  __syncthreads();  // the tile can be read [mutant: tile-read-early]
   return *word >= 0;
 }
 

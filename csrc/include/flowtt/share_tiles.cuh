@@ -37,6 +37,7 @@ __global__ void share_tiles(DevicePlan plan, Schedule schedule, int blocks) {
   const int64_t work = rows * schedule.row_cost + flows * schedule.flow_cost;
   const auto begin = [&](int block) {
     const int64_t before = work * schedule.slabs * block / blocks, slab = before / work;
+    // [mutant: first-share]
     return static_cast<int>(slab) * tiles + (slab < schedule.slabs ? tile_at(plan, schedule, before % work) : 0);
   };
   schedule.ranges[b] = tile_range(begin(b), begin(b + 1));

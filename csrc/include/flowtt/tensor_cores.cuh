@@ -174,13 +174,14 @@ __device__ __forceinline__ Quad quad_of(const float (&d)[4]) {
   const bool lower = t % 2 != 0;
   const float x = __shfl_xor_sync(0xffffffffu, lower ? d[0] : d[2], 1);
   const float y = __shfl_xor_sync(0xffffffffu, lower ? d[1] : d[3], 1);
+  // [mutant: swapped-rows]
   return {lane / 4 + (lower ? 8 : 0), t / 2 * 4, lower ? make_float4(x, y, d[2], d[3]) : make_float4(d[0], d[1], x, y)};
 }
 
 // Calls body with two integral constants, whether to split each operand: not where TF32 is precise enough for the user.
 template <bool SPLIT_A, bool SPLIT_B, class Body>
 __device__ __forceinline__ void with_splits(bool tf32, const Body& body) {
-  if ((SPLIT_A || SPLIT_B) && !tf32) {
+  if ((SPLIT_A || SPLIT_B) && !tf32) {  // [mutant: unsplit-operands]
     body(std::integral_constant<bool, SPLIT_A>{}, std::integral_constant<bool, SPLIT_B>{});
   } else {
     body(std::false_type{}, std::false_type{});

@@ -71,6 +71,7 @@ __device__ __forceinline__ void product_gradients_by_warps(const DeviceTable& ta
           sum, (depth + 7) / 8 * 8,
           [&](int half, int k) {
             const int u = divide(k, last_magic);
+            // [mutant: gradient-past-flow]
             return k < depth ? (half == 0 ? upper : lower)[u * row_pitch + k - u * width] : 0.f;
           },
           [&](int n, int k) {

@@ -43,6 +43,7 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
   const unsigned heads = __ballot_sync(0xffffffffu, head);
   const int64_t owner = slice_at(table, key, table.num_cores - 2);
   const int64_t owner_before = __shfl_up_sync(0xffffffffu, owner, 1);
+  // [mutant: mixed-flow]
   const unsigned owners = __ballot_sync(0xffffffffu, mine && lane > 0 && owner != owner_before);
   if (mine) {
     const int flow = __popc(heads & (0xffffffffu >> (31 - lane))) - 1, last = table.num_cores - 1;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
     tile.count = count;
     tile.num_flows = num_flows;
     tile.slab = number / tiles;
-    tile.flow_first[num_flows] = count;
+    tile.flow_first[num_flows] = count;  // [mutant: short-flow]
   }
 }
 

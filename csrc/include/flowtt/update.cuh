@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
       sum = 0.f;
       for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
       const float moment = momentum1[slice] + sum / static_cast<float>(size);
-      __syncthreads();  // everybody has read the momentum
+      __syncthreads();  // everybody has read the momentum [mutant: early-momentum]
       if (threadIdx.x == 0) momentum1[slice] = moment;
       rate /= sqrtf(moment) + rule.eps;
     }

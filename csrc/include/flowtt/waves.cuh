@@ -13,6 +13,7 @@ __global__ void cut_waves(DevicePlan plan, int wave_rows, int waves, int64_t* co
   const int wave = blockIdx.x * kThreads + threadIdx.x;
   if (wave >= waves) return;
   const int64_t num_rows = plan.counts[0], begin = min(int64_t{wave} * wave_rows, num_rows);
+  // [mutant: short-waves]
   const int64_t end = min(begin + wave_rows, num_rows);
   const auto flow_of = [&](int64_t row) {  // the last flow that begins at or before it
     return last_where(plan.counts[1], [&](int64_t flow) { return plan.flow_starts[flow] <= row; });
