@@ -1,8 +1,8 @@
 """Builds the compiled ops, `flowtt_torchrec/_C.so`, against the installed torch; everything else is in pyproject.toml.
 
 The library uses torch's stable ABI and no Python API: one build serves every Python and every torch from 2.11 on.
-CUDA kernels are in it where a GPU and nvcc are, or where FLOWTT_BUILD_CUDA=1 or CI asks for them: nvcc takes minutes. It
-needs no GPU, and the library loads beside a torch without CUDA too.
+CUDA kernels are in it where a GPU and nvcc are, or where FLOWTT_BUILD_CUDA=1 or CI asks for them: nvcc takes minutes.
+It needs no GPU, and the library loads beside a torch without CUDA too.
 Environment variables: CXX, CXXFLAGS, LDFLAGS; CUDA_HOME, NVCCFLAGS; MAX_JOBS, compilers at a time;
 FLOWTT_BUILD_CUDA=auto|0|1; CI, which makes warnings errors and builds CUDA kernels where nvcc is.
 """
