@@ -21,7 +21,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from flowtt_torchrec.distributed.checkpoint.safe_reading import SafeReader, load_object, read_metadata, reason
 
 Key = tuple[Any, ...]
 """Where a value is in the nested dictionaries of a checkpoint. Joined by dots it is the name that DCP stores."""
@@ -90,7 +92,7 @@ class _Archive:
             except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
                 raise ValueError(
                     f"{self.path} cannot be read: it must hold tensors in plain dictionaries, as torch.save writes "
-                    f"them: {str(error).splitlines()[0]}"
+                    f"them: {reason(error)}"
                 ) from None
 
     def position(self, tensor: Tensor, name: str) -> int:
@@ -204,13 +206,7 @@ class StoredObject:
             return file.read(self.archive.length)
 
     def load(self) -> Any:
-        try:
-            return torch.load(io.BytesIO(self.raw()), weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{self.name} of {self.archive.path.parent} is a Python object that is not safe to load: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
+        return load_object(f"{self.name} of {self.archive.path.parent}", io.BytesIO(self.raw()))
 
 
 def read_entries(checkpoint: str | os.PathLike[str]) -> dict[Key, Any]:
@@ -225,7 +221,7 @@ def read_entries(checkpoint: str | os.PathLike[str]) -> dict[Key, Any]:
     """
     path = Path(checkpoint)
     if path.is_dir():
-        return read_dcp(dcp.FileSystemReader(path))
+        return read_dcp(SafeReader(path))
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
     archive = _Archive(path, 0, path.stat().st_size)
@@ -254,15 +250,6 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_tensors, value.values()))
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensors, value)))
-
-
-def read_metadata(reader: dcp.StorageReader) -> Metadata:
-    """What a DCP checkpoint has; ``ValueError`` if that is missing or damaged."""
-    try:
-        return reader.read_metadata()
-    except Exception as error:  # unpickling damaged bytes raises anything
-        where = getattr(reader, "path", "the checkpoint")
-        raise ValueError(f"{where} has no readable .metadata of torch.distributed.checkpoint: {error}") from None
 
 
 def read_dcp(reader: dcp.FileSystemReader) -> dict[Key, Any]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from flowtt_torchrec.cores import core_name
 from flowtt_torchrec.distributed.checkpoint.conversion import compress_on_ranks
-from flowtt_torchrec.distributed.checkpoint.files import LazyTensor, name_of, read_dcp, read_metadata
+from flowtt_torchrec.distributed.checkpoint.files import LazyTensor, name_of, read_dcp
 from flowtt_torchrec.distributed.checkpoint.names import (
     ROWS,
     WEIGHT,
@@ -33,6 +33,7 @@ from flowtt_torchrec.distributed.checkpoint.names import (
     split_parameter,
     table_of_state,
 )
+from flowtt_torchrec.distributed.checkpoint.safe_reading import SafeLoadPlanner, SafeReader, read_metadata
 from flowtt_torchrec.distributed.tables import name_tables
 from flowtt_torchrec.spec import TTSpec
 
@@ -88,7 +89,9 @@ def load(
         state_dict: nested state dict of model and optimizers, without ``param_groups`` (TorchRec leaves them out unless
             asked by ``save_param_groups``). A dense optimizer's state must exist.
         checkpoint_id: where the checkpoint is.
-        storage_reader: reads it; ``FileSystemReader(checkpoint_id)`` if not given.
+        storage_reader: reads it; if not given, files of ``checkpoint_id``. Reading files runs no code that they hold:
+            their metadata may name classes of ``torch.distributed.checkpoint`` only, and what is no tensor must be what
+            ``torch.load(weights_only=True)`` takes.
         process_group: of all ranks that load; the default group if not given.
         compress_dense: brings tables that the checkpoint has dense to the cores that they are here, by TT-SVD on blocks
             of rows (`streaming.compress_rows`). All ranks get equal bits. Accumulators of such a table stay as they are
@@ -104,7 +107,7 @@ def load(
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("load needs a checkpoint_id or a storage_reader")
-        storage_reader = dcp.FileSystemReader(checkpoint_id)
+        storage_reader = SafeReader(checkpoint_id)
     elif checkpoint_id is not None:
         storage_reader.reset(checkpoint_id)
     stored = read_metadata(storage_reader).state_dict_metadata
@@ -147,7 +150,7 @@ def load(
         logger.warning("the checkpoint has no optimizer state for %s, which stays as it is", name_tables(sorted(left)))
     for value, source in steps:
         request.setdefault(source, torch.empty_like(value))
-    dcp.load(request, storage_reader=storage_reader, process_group=process_group)
+    dcp.load(request, storage_reader=storage_reader, planner=SafeLoadPlanner(), process_group=process_group)
     for leaf in leaves:
         key = name_of(leaf.read_as)
         if key in request:
