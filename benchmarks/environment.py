@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 
 from flowtt_torchrec import ops
+from flowtt_torchrec.machine import cpu_flags, cpu_model
+from flowtt_torchrec.versions import versions
 
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "flowtt-torchrec", "tensorly-torch", "numpy")
 # Instruction sets that one of the kernels measured here may choose by.
 _FLAGS = (
     "avx2",
@@ -37,21 +37,20 @@ BUSY_CORES = 0.2
 
 def describe(command: Sequence[str]) -> dict[str, Any]:
     """Device, threads, load, versions, command and revision, as plain values for JSON."""
-    cpu = _cpu_info()
+    flags = cpu_flags()
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(command),
         "revision": _revision(),
-        "device": cpu["model"],
-        "cpu_flags": [flag for flag in _FLAGS if flag in cpu["flags"]],
+        "device": cpu_model(),
+        "cpu_flags": [flag for flag in _FLAGS if flag in flags],
         "cpu_caches": _caches(),
         "cpus": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name, version in versions("tensorly-torch").items() if version is not None},
     }
 
 
@@ -108,17 +107,6 @@ class CpuWatch:
         return time.perf_counter(), busy / tick, own.user + own.system + own.children_user + own.children_system
 
 
-def _cpu_info() -> dict[str, Any]:
-    model, flags = platform.processor() or platform.machine(), set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        elif key.strip() in ("flags", "Features"):
-            flags = set(value.split())
-    return {"model": model, "flags": flags}
-
-
 def _caches() -> dict[str, str]:
     """Sizes of the first CPU's caches, for example ``{"L1d": "48K"}``."""
     found = {}
@@ -127,13 +115,6 @@ def _caches() -> dict[str, str]:
         suffix = {"Data": "d", "Instruction": "i"}.get(kind, "")
         found[f"L{level}{suffix}"] = (index / "size").read_text().strip()
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _revision() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flowtt_torchrec.calibration import calibrate
+from flowtt_torchrec.machine import cpu_model
 from flowtt_torchrec.ops import backend_info
 from flowtt_torchrec.precision import compute_dtype
 from flowtt_torchrec.shapes import OBJECTIVES
@@ -24,8 +25,10 @@ def environment() -> dict[str, str]:
     backend = backend_info()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        **versions(),
+        **{name: version or "not installed" for name, version in versions().items()},
+        "cuda": torch.version.cuda or "none (CPU build of torch)",
         "platform": platform.platform(),
+        "cpu": cpu_model(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "cuda devices": ", ".join(devices) or "none",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
+from flowtt_torchrec.machine import device_name
 from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.planner_costs import CostConstants, PassCost
 from flowtt_torchrec.spec import TTSpec
@@ -57,7 +58,7 @@ def calibrate(
     cases = itertools.product(shapes or SHAPES, lookups or LOOKUPS)
     samples = [_measure(torch.device(device), *shape, n, repeats) for shape, n in cases]
     bandwidth = _bandwidth(torch.device(device), repeats)
-    name = torch.cuda.get_device_name(device) if device == "cuda" else platform.processor() or platform.machine()
+    name = device_name(device)
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
     today = datetime.date.today().isoformat()
     return CostConstants(

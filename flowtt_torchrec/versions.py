@@ -7,19 +7,25 @@ from importlib import metadata
 
 import torch
 
+from flowtt_torchrec._version import __version__
+
 _DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchx", "torchmetrics", "numpy")
 
 
-def versions() -> dict[str, str]:
-    """Installed versions by distribution name, this package's and Python's first; "not installed" where missing."""
-    found = {"flowtt-torchrec": _version("flowtt-torchrec"), "python": platform.python_version()}
-    found.update({name: _version(name) for name in _DISTRIBUTIONS})
-    found["cuda"] = torch.version.cuda or "none (CPU build of torch)"
+def versions(*others: str) -> dict[str, str | None]:
+    """Versions by distribution name, this package's and Python's first; None for what is not installed.
+
+    Args:
+        others: distributions to add to those that the package has to do with.
+    """
+    found: dict[str, str | None] = {"flowtt-torchrec": __version__, "python": platform.python_version()}
+    found.update({name: _version(name) for name in (*_DISTRIBUTIONS, *others)})
+    found["cuda"] = torch.version.cuda
     return found
 
 
-def _version(distribution: str) -> str:
+def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None

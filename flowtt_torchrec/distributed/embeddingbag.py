@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,6 +40,7 @@ from flowtt_torchrec.distributed.sharding_types import (
 from flowtt_torchrec.distributed.shared_kernel import CoreGradientSync, TTSharedEmbeddingBag, sharing_groups
 from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
 from flowtt_torchrec.distributed.variable_batch import with_inverse_indices_in_order
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
 logger = logging.getLogger(__name__)
@@ -339,11 +339,9 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         if name not in self._compression:
             if sharding.compute_kernel != CUSTOMIZED_KERNEL:
                 return False
-            near = difflib.get_close_matches(name, self._compression, n=1)
-            hint = f"; it has one for {near[0]!r}" if near else ""
             raise ValueError(
                 f"table {name!r} is planned as {CUSTOMIZED_KERNEL}, but the sharder's compression has no TTSpec for "
-                f"it{hint}"
+                f"it{did_you_mean(name, self._compression)}"
             )
         if sharding.compute_kernel != CUSTOMIZED_KERNEL:
             if self._plan_chooses:

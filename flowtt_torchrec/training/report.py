@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +15,16 @@ import torch
 import torch.distributed as dist
 
 from flowtt_torchrec.files import write_atomically
+from flowtt_torchrec.machine import device_name
 from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show, show_bytes
 from flowtt_torchrec.training.loop import Trainer
 from flowtt_torchrec.training.profiler import Part
 from flowtt_torchrec.training.runtime import Runtime, peak_memory
 from flowtt_torchrec.training.tables import PlannedTable
+from flowtt_torchrec.versions import versions
 
 SCHEMA = 1
-_PACKAGES = ("flowtt-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchx", "numpy")
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what takes part; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def build_report(

@@ -16,9 +16,9 @@ from flowtt_torchrec.training.config import OptimizerConfig, TrainConfig
 from flowtt_torchrec.training.errors import CheckpointError
 from flowtt_torchrec.training.loop import History, Position
 from flowtt_torchrec.training.model import dense_kind, dense_learning_rate
-from flowtt_torchrec.training.report import versions
 from flowtt_torchrec.training.runtime import Runtime
 from flowtt_torchrec.training.tables import PlannedTable
+from flowtt_torchrec.versions import versions
 
 FORMAT = 1
 # Settings that make a model or a sequence of rows what it is. Others (epochs, threads, ...) may change on the way.

@@ -295,7 +295,7 @@ def test_conversions_say_what_does_not_fit(tmp_path: Path) -> None:
     spec = SPECS["a"]
     source = write(tmp_path, user_id=torch.zeros(100, 16), ids=torch.zeros(100, 16, dtype=torch.int32))
     target = tmp_path / "target"
-    with pytest.raises(ValueError, match=r"no dense table 'userid'; it has one named 'user_id'"):
+    with pytest.raises(ValueError, match=r"no dense table 'userid'; did you mean 'user_id'\?"):
         compress_checkpoint(source, target, {"userid": spec}, say=quiet)
     with pytest.raises(ValueError, match=r"table 'user_id' is 100 x 16, but its TTSpec is for 60 x 32"):
         compress_checkpoint(source, target, {"user_id": SPECS["b"]}, say=quiet)

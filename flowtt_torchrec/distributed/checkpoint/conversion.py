@@ -7,7 +7,6 @@ rows of a table says nothing of those of its cores, nor the reverse. ``python -m
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import os
@@ -32,6 +31,7 @@ from flowtt_torchrec.distributed.checkpoint.names import (
     table_of_state,
 )
 from flowtt_torchrec.distributed.tables import name_tables
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.tt_svd import Compressed, compress_rows
 
@@ -94,9 +94,7 @@ def compress_checkpoint(
     found = {table: key for key, table, _ in _dense_tables(entries)}
     for table in specs:
         if table not in found:
-            near = difflib.get_close_matches(table, found, n=1)
-            hint = f"; it has one named {near[0]!r}" if near else ""
-            raise ValueError(f"{source} has no dense table {table!r}{hint}")
+            raise ValueError(f"{source} has no dense table {table!r}{did_you_mean(table, found)}")
     errors: dict[str, float] = {}
     converted: dict[Key, Any] = {}
     for key, table, weight in list(_dense_tables(entries)):
