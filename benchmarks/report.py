@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.environment import BUSY_CORES
 from benchmarks.harness import Measurement, Statistics
+from flowtt_torchrec.table_text import print_table
 
 VERSION = 1
 # Columns of a result row, and of the CSV. A row's numbers are in its unit: ms, bytes, count or ratio.
@@ -207,27 +207,17 @@ class Report:
             for row in rows
         ]
         title = ", ".join([str(rows[0]["question"]), *(f"{c} {v}" for c, v in shared.items() if v is not None)])
-        self._table(title, [*columns, "median", "min", "p10", "p90", "unit", "rounds", "other cores"], lines)
+        heads = [*columns, "median", "min", "p10", "p90", "unit", "rounds", "other cores"]
+        print_table(title, heads, lines, text_columns=[*columns, "unit"], console=self._console)
 
     def show_figures(self) -> None:
         lines = [
             [name, *(f"{n:.3g}" for n in (f.statistics.median, f.statistics.p10, f.statistics.p90)), f.meaning]
             for name, f in self.figures.items()
         ]
-        self._table("figures", ["figure", "median", "p10", "p90", "meaning"], lines)
+        heads = ["figure", "median", "p10", "p90", "meaning"]
+        print_table("figures", heads, lines, text_columns=["figure", "meaning"], console=self._console)
         self._line(self.busy()["message"])
-
-    def _table(self, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-        if self._console.is_terminal:
-            table = Table(*heads, title=title, title_justify="left")
-            for line in lines:
-                table.add_row(*line)
-            self._console.print(table)
-            return
-        self._line(f"{title}:")
-        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-        for line in (heads, *lines):
-            self._line("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
     def _line(self, text: str) -> None:
         # One line for a log, whatever its width; rich would break it.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from flowtt_torchrec.table_text import print_table
 from flowtt_torchrec.training.metrics import Scores
 
 
@@ -34,25 +34,8 @@ class Console:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> None:
         """Prints a table; the first ``text_columns`` columns are text, the others numbers."""
-        if not self.enabled:
-            return
-        widths = [max(len(row[c]) for row in (columns, *rows)) for c in range(len(columns))]
-        if self._rich is not None and self._rich.width > sum(widths) + 3 * len(widths):  # with the borders
-            drawn = Table(title=title, title_justify="left")
-            for number, name in enumerate(columns):
-                drawn.add_column(name, justify="left" if number < text_columns else "right")
-            for row in rows:
-                drawn.add_row(*row)
-            self._rich.print(drawn)
-            return
-        lines = [
-            "  ".join(
-                cell.ljust(width) if number < text_columns else cell.rjust(width)
-                for number, (cell, width) in enumerate(zip(row, widths))
-            ).rstrip()
-            for row in (columns, *rows)
-        ]
-        print("\n".join([title, *(f"  {line}" for line in lines)]), flush=True)
+        if self.enabled:
+            print_table(title, columns, rows, text_columns=columns[:text_columns], console=self._rich)
 
     def start_progress(self, title: str, total: int | None, done: int) -> None:
         """Begins a progress bar of steps; without a terminal the lines of `progress` are all there is."""

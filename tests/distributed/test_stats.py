@@ -51,15 +51,16 @@ def test_rows_have_the_plans_numbers() -> None:
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     planned()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["table", "rows", "x"]
-    assert lines[1].startswith("big")
-    assert "40,000,000 x 128" in lines[1]
-    assert "20,480.00" in lines[1]  # MB of 40 M x 128 x 4 bytes
-    assert lines[2].startswith("mid")
-    assert lines[3].startswith("total")
-    assert "21,248.00" in lines[3]
-    assert lines[4].startswith("2 of 4 tables are tensor trains: 21,248.00 MB become ")
-    assert len(lines) == 5
+    assert lines[0] == "Tensor-train tables"
+    assert lines[1].split()[:3] == ["table", "rows", "x"]
+    assert lines[2].split()[0] == "big"
+    assert "40,000,000 x 128" in lines[2]
+    assert "20,480.00" in lines[2]  # MB of 40 M x 128 x 4 bytes
+    assert lines[3].split()[0] == "mid"
+    assert lines[4].split()[0] == "total"
+    assert "21,248.00" in lines[4]
+    assert lines[5].startswith("2 of 4 tables are tensor trains: 21,248.00 MB become ")
+    assert len(lines) == 6
     assert all("\x1b" not in line for line in lines)
 
 
@@ -76,8 +77,8 @@ def test_a_drawn_table_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
 def test_many_tables_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     planned(max_rows=1)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:4]] == ["big", "1 smaller tables", "total"]
-    assert "768.00" in lines[2]
+    assert [line.split("  ")[1] for line in lines[2:5]] == ["big", "1 smaller tables", "total"]
+    assert "768.00" in lines[3]
 
 
 def test_nothing_is_printed_without_a_plan_or_a_tt_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -18,6 +16,7 @@ from flowtt_torchrec.distributed.planner.storage import table_bytes
 from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, DATA_PARALLEL
 from flowtt_torchrec.distributed.tables import table_parameters
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.table_text import print_table
 
 COLUMNS = ("table", "rows x dim", "p", "q", "ranks", "dense MB", "TT MB", "ratio", "optimizer MB", "placement")
 _TEXT_COLUMNS = ("table", "p", "q", "ranks", "placement")
@@ -148,15 +147,15 @@ class CompressionStats(Stats):
 
     def show(self) -> None:
         """Prints the table of the last plan, if it has TT tables: drawn where it fits a terminal, else in lines."""
-        if not self.rows:
-            return
-        table = self._table()
-        lines = _align(table)
-        width = max(map(len, lines)) + len(COLUMNS) + 3  # with the borders
-        if sys.stdout.isatty() and shutil.get_terminal_size().columns >= width:
-            _draw(table, self._summary)
-        else:
-            print("\n".join([*lines, self._summary]), flush=True)
+        if self.rows:
+            print_table(
+                "Tensor-train tables",
+                COLUMNS,
+                self._table(),
+                text_columns=_TEXT_COLUMNS,
+                caption=self._summary,
+                sum_row=True,
+            )
 
     def _table(self) -> list[tuple[str, ...]]:
         largest = sorted(self.rows, key=lambda row: row.dense_bytes, reverse=True)
@@ -203,28 +202,3 @@ def _factors(numbers: tuple[int, ...]) -> str:
 
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.2f}"
-
-
-def _align(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[c]) for row in (COLUMNS, *table)) for c in range(len(COLUMNS))]
-    return [
-        "  ".join(
-            cell.ljust(width) if name in _TEXT_COLUMNS else cell.rjust(width)
-            for name, cell, width in zip(COLUMNS, row, widths)
-        ).rstrip()
-        for row in (COLUMNS, *table)
-    ]
-
-
-def _draw(table: list[tuple[str, ...]], summary: str) -> None:
-    from rich.console import Console  # only where there is a terminal to draw on
-    from rich.table import Table
-
-    drawn = Table(title="Tensor-train tables", caption=summary)
-    for name in COLUMNS:
-        drawn.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right")
-    for row in table[:-1]:
-        drawn.add_row(*row)
-    drawn.add_section()
-    drawn.add_row(*table[-1])
-    Console().print(drawn)
