@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch
 from tt_samples import CUDA, CUDA_EMULATED
+
+# Imported once, for all processes that tests start with the method "forkserver"; what is not installed is passed over.
+multiprocessing.set_forkserver_preload(["flowtt_torchrec.distributed", "flowtt_torchrec.training.cli"])
 
 
 @pytest.fixture(scope="session", autouse=True)

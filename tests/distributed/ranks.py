@@ -61,7 +61,7 @@ class Ranks:
         return [value for _, value in replies]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # has imported torchrec: see tests/conftest.py
         rendezvous = self._folder / f"rendezvous{self._groups}"
         self._groups += 1
         for rank in range(self.world_size):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_jobs import SCRIPT, TINY, environment, run_job, torchrun
+from training_jobs import SCRIPT, TINY, environment, launch_job, run_job, torchrun
 
 from flowtt_torchrec.spec import TTSpec
 
@@ -38,7 +38,7 @@ def _prepare(directory: Path) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Folder and output of a job that nothing interrupted."""
     directory = _prepare(tmp_path_factory.mktemp("finished"))
-    result = run_job(ARGUMENTS, directory)
+    result = launch_job(ARGUMENTS, directory)
     assert result.returncode == 0, result.stdout
     return directory, result.stdout
 
@@ -242,7 +242,7 @@ def test_a_bad_line_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "rows.tsv").write_text("\n".join([*[good] * 3000, bad, *[good] * 300]) + "\n")
     _prepare(tmp_path)
     arguments = ["--data", "rows.tsv", "--set", "data.generate=null", "--num_embeddings", "1000"]
-    result = run_job([*ARGUMENTS, *arguments], tmp_path)
+    result = launch_job([*ARGUMENTS, *arguments], tmp_path)
     assert result.returncode != 0
     assert "rows.tsv:3001: " in result.stdout
     assert str(SCRIPT) not in result.stdout.partition("rows.tsv:3001")[0], "no traceback"
