@@ -76,7 +76,7 @@ def test_every_other_question_runs() -> None:
     assert PRESETS["full"].questions == tuple(QUESTIONS)
 
 
-@pytest.mark.parametrize("backend", ["native", "cuda-emulated"])
+@pytest.mark.parametrize("backend", ["native", pytest.param("cuda-emulated", marks=pytest.mark.slow)])
 def test_device_question_has_parts_ablations_and_alternatives(backend: str) -> None:
     """Where there is no GPU: the CPU ops, and the CUDA ops on the emulator with the parts of their schedule."""
     ablations = set()

@@ -278,6 +278,7 @@ def test_what_is_not_supported_is_said(emulator):
             ops.lookup(torch.zeros(layout.num_parameters), layout, *batch)
 
 
+@pytest.mark.slow
 def test_checked_build_has_nothing_to_report():
     result = checked_run.start(emulated.build_ops("checked"))
     assert result.returncode == 0, result.stdout[-3000:]

@@ -20,6 +20,9 @@ from twins import Table
 from flowtt_torchrec.spec import TTSpec
 
 STEPS = 20
+RANKS = pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 OPTIMIZERS = (SGD, ADAGRAD, ROWWISE, ADAM)
 MODES = ("as is", "weighted", "as is, variable")  # sums and means, weighted sums, a batch size per feature
 ALONE: dict[str, list[Table]] = {
@@ -97,7 +100,7 @@ def everywhere(
         {2: two_ranks, 4: four_ranks}[world_size].run(run, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@RANKS
 @pytest.mark.parametrize("mode", MODES)
 def test_each_sharding_type_alone(
     one_rank: Callable[..., Any], two_ranks: Ranks, four_ranks: Ranks, world_size: int, mode: str
@@ -109,7 +112,7 @@ def test_each_sharding_type_alone(
     everywhere(world_size, one_rank, two_ranks, four_ranks, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@RANKS
 def test_all_sharding_types_in_one_collection(
     one_rank: Callable[..., Any], two_ranks: Ranks, four_ranks: Ranks, world_size: int
 ) -> None:
