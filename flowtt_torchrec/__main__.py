@@ -1,5 +1,5 @@
-"""``python -m flowtt_torchrec env | calibrate | compress | export``: what is installed; what lookups cost; checkpoints
-to tensor trains and back."""
+"""``python -m flowtt_torchrec env | calibrate | compress | export | prepare | verify``: what is installed; what lookups
+cost; checkpoints to tensor trains and back; click data made ready to be read."""
 
 from __future__ import annotations
 
@@ -94,6 +94,45 @@ def _export(options: argparse.Namespace) -> None:
     conversion.export_checkpoint(options.source, options.target, say=_say)
 
 
+def _prepare(options: argparse.Namespace) -> None:
+    from flowtt_torchrec.datasets.prepared import prepare, source_files
+
+    columns = source_files.CRITEO
+    if options.sparse is not None:
+        columns = source_files.Columns(options.label, options.dense or [], options.sparse, not options.text_ids)
+    elif options.label is not None or options.dense is not None or options.text_ids:
+        raise ValueError("--label, --dense and --text-ids go with --sparse, which names the columns of ids")
+    sizes = options.num_embeddings
+    prepare.prepare(
+        options.source,
+        options.target,
+        columns=columns,
+        ids=options.ids,
+        num_embeddings=sizes[0] if sizes is not None and len(sizes) == 1 else sizes,
+        frequency_threshold=options.frequency_threshold,
+        like=options.like,
+        split=options.split,
+        skip_bad_rows=options.on_bad_row == "skip",
+        max_bad_share=options.max_bad_share,
+        workers=options.workers,
+        say=_say,
+    )
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from flowtt_torchrec.datasets.prepared.prepare import verify
+
+    verify(options.folder, _say)
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 _say = functools.partial(print, flush=True)
 
 
@@ -122,7 +161,38 @@ def _parser() -> argparse.ArgumentParser:
     compress.set_defaults(run=_compress)
     export = commands.add_parser("export", parents=[files], help="make dense tables of all tensor trains")
     export.set_defaults(run=_export)
+    _add_prepare(commands)
     return parser
+
+
+def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prepare = commands.add_parser("prepare", help="make click data ready: text, CSV or Parquet to npy files, once")
+    prepare.add_argument("source", type=Path, help="raw Criteo text (.gz, .zst), CSV or Parquet: a file or a folder")
+    prepare.add_argument("target", type=Path, help="the folder to write; a run that was stopped goes on there")
+    prepare.add_argument(
+        "--ids", choices=["modulo", "hash", "contiguous"], default="modulo", help="how ids become rows (%(default)s)"
+    )
+    prepare.add_argument(
+        "--num-embeddings", type=_whole_numbers, metavar="N[,N...]", help="rows of all tables, or of each"
+    )
+    prepare.add_argument(
+        "--frequency-threshold", type=int, default=1, metavar="N", help="contiguous: rarer ids share row 0"
+    )
+    prepare.add_argument("--like", type=Path, metavar="FOLDER", help="take the rule of ids of a prepared folder")
+    prepare.add_argument("--split", choices=["auto", "time", "last_part", "none"], default="auto")
+    prepare.add_argument("--label", metavar="NAME", help="CSV, Parquet: column of zeros and ones; none if left out")
+    prepare.add_argument("--dense", type=_names, metavar="NAME[,NAME...]", help="CSV, Parquet: columns of numbers")
+    prepare.add_argument("--sparse", type=_names, metavar="NAME[,NAME...]", help="CSV, Parquet: columns of ids")
+    prepare.add_argument("--text-ids", action="store_true", help="ids are any text, not hexadecimal numbers")
+    prepare.add_argument("--on-bad-row", choices=["stop", "skip"], default="stop")
+    prepare.add_argument(
+        "--max-bad-share", type=float, default=0.001, metavar="SHARE", help="of skipped rows (%(default)s)"
+    )
+    prepare.add_argument("--workers", type=int, metavar="N", help="threads (default: one a CPU)")
+    prepare.set_defaults(run=_prepare)
+    check = commands.add_parser("verify", help="check a prepared folder against its checksums")
+    check.add_argument("folder", type=Path)
+    check.set_defaults(run=_verify)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
@@ -81,6 +81,7 @@ class ClickDataset(ABC):
         num_embeddings: rows of each table.
         pooling_factors: lookups a row and table, on average.
         num_dense: number of dense features.
+        splits: names of its splits.
         notes: what the user should know about the data (dropped tables, inferred numbers), one sentence each.
     """
 
@@ -90,6 +91,7 @@ class ClickDataset(ABC):
     num_embeddings: list[int]
     pooling_factors: list[float]
     num_dense: int
+    splits: tuple[Split, ...] = ("train", "val")
     notes: list[str]
 
     @abstractmethod
@@ -97,7 +99,7 @@ class ClickDataset(ABC):
         """This rank's batches of one pass over a split, in a fixed order.
 
         Args:
-            split: ``"train"`` or ``"val"``.
+            split: one of `splits`.
             epoch: number of the pass, from 0; may choose the order of the rows.
             start: batches to skip. What follows is the same as in a pass that was not interrupted.
 
@@ -118,10 +120,10 @@ class ClickDataset(ABC):
         return None
 
 
-def check_split(split: Split) -> Split:
-    """``split``, or a `DataError` if there is none of that name."""
-    if split not in SPLITS:
-        raise DataError(f"split {split!r} is unknown; there are {', '.join(map(repr, SPLITS))}")
+def check_split(split: Split, splits: Sequence[Split] = ClickDataset.splits) -> Split:
+    """``split``, or a `DataError` if it is none of ``splits``."""
+    if split not in splits:
+        raise DataError(f"split {split!r} is unknown; there are {', '.join(map(repr, splits))}")
     return split
 
 

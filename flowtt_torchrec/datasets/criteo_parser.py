@@ -14,18 +14,18 @@ from flowtt_torchrec.datasets.criteo_format import NUM_CATEGORIES, NUM_DENSE, NU
 MAX_HEX_DIGITS = 16
 MAX_DECIMAL_DIGITS = 18
 _FIRST_CATEGORY = 1 + NUM_DENSE
-_NOT_A_DIGIT = 255
+NOT_A_DIGIT = 255
 _TAB, _LINE_FEED, _MINUS, _ZERO, _ONE = b"\t\n-01"
 
 
 def _digit_values(digits: bytes) -> NDArray[np.uint8]:
-    values = np.full(256, _NOT_A_DIGIT, dtype=np.uint8)
+    values = np.full(256, NOT_A_DIGIT, dtype=np.uint8)
     for digit in digits:
         values[digit] = int(chr(digit), 16)
     return values
 
 
-_HEXADECIMAL = _digit_values(b"0123456789abcdefABCDEF")
+HEXADECIMAL = _digit_values(b"0123456789abcdefABCDEF")
 _DECIMAL = _digit_values(b"0123456789")
 
 
@@ -76,7 +76,7 @@ def parse_lines(lines: list[bytes], where: Callable[[int], str]) -> ParsedLines:
 
     columns = slice(_FIRST_CATEGORY, NUM_FIELDS)
     digits = ends[:, columns] - starts[:, columns]
-    categories, good[:, columns] = _numbers(buffer, ends[:, columns], digits, _HEXADECIMAL, 16, MAX_HEX_DIGITS)
+    categories, good[:, columns] = _numbers(buffer, ends[:, columns], digits, HEXADECIMAL, 16, MAX_HEX_DIGITS)
 
     if not good.all():
         row, field = divmod(int(np.argmin(good)), NUM_FIELDS)
@@ -98,7 +98,7 @@ def _numbers(
     for place in range(min(int(digits.max()), max_digits)):
         present = place < digits
         digit = values[buffer[np.where(present, ends - 1 - place, 0)]]
-        good &= ~present | (digit != _NOT_A_DIGIT)
+        good &= ~present | (digit != NOT_A_DIGIT)
         numbers += np.where(present, digit, 0) * np.uint64(base**place)
     return numbers, good
 

@@ -41,7 +41,7 @@ class DataConfig:
     kind: Literal["criteo", "meta"] = "criteo"
     """Criteo click logs (raw TSV), or the synthetic sets of facebookresearch/dlrm_datasets."""
     path: str | None = None
-    """A file or a folder."""
+    """A file, or a folder of text files, or one that ``python -m flowtt_torchrec prepare`` has written."""
     val_path: str | None = None
     """Criteo: a file or folder to evaluate on. Without it every ``val_every``-th row is held out."""
     val_every: int = 10
@@ -49,6 +49,8 @@ class DataConfig:
     """Meta: the last samples of each file that are held out."""
     shuffle_rows: int = 0
     """Criteo: size of the buffer that rows are shuffled in; 0 keeps the order of the files."""
+    shuffle: bool = True
+    """Prepared folders: a new order of the training rows each epoch."""
     num_embeddings: int | None = None
     """Criteo files: rows of every table; categories are hashed to them."""
     num_embeddings_per_feature: list[int] | None = None

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from flowtt_torchrec.datasets import ClickDataset, CriteoTSV, MetaFiles, Sharding, SyntheticCriteo, SyntheticMeta
+from flowtt_torchrec.datasets import (
+    ClickDataset,
+    CriteoTSV,
+    MetaFiles,
+    PreparedClicks,
+    Sharding,
+    SyntheticCriteo,
+    SyntheticMeta,
+    is_prepared,
+)
 from flowtt_torchrec.training.config import DataConfig, GenerateConfig
 from flowtt_torchrec.training.errors import ConfigError
 
@@ -45,6 +54,8 @@ def make_dataset(config: DataConfig, sharding: Sharding) -> ClickDataset:
 def _criteo(config: DataConfig, sharding: Sharding) -> ClickDataset:
     if config.num_tables is not None:
         raise ConfigError("data.num_tables is for data.kind=meta; Criteo has 26 tables")
+    if config.path is not None and is_prepared(config.path):
+        return _prepared(config, config.path, sharding)
     if config.path is not None:
         return CriteoTSV(
             config.path,
@@ -68,6 +79,22 @@ def _criteo(config: DataConfig, sharding: Sharding) -> ClickDataset:
         num_val_rows=generate.val_rows,
         scale=generate.scale,
         max_rows=generate.max_rows,
+        seed=config.seed,
+    )
+
+
+def _prepared(config: DataConfig, path: str, sharding: Sharding) -> ClickDataset:
+    for key, unset in (("val_path", None), ("shuffle_rows", 0)):
+        if getattr(config, key) != unset:
+            raise ConfigError(
+                f"data.{key} is for raw text; {path} is prepared: its manifest says which rows are held out, and "
+                "data.shuffle whether rows are shuffled"
+            )
+    return PreparedClicks(
+        path,
+        sharding,
+        num_embeddings=config.num_embeddings_per_feature or config.num_embeddings,
+        shuffle=config.shuffle,
         seed=config.seed,
     )
 
