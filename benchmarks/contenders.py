@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.harness import Action
 from benchmarks.workloads import Batch
-from flowtt_torchrec import ops
+from flowtt_torchrec import ablation, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.optimizers import OptimizerSpec, state_names
 from flowtt_torchrec.spec import TTSpec
@@ -137,24 +137,19 @@ class FlowTT(Contender):
         module = self.module
         if module.materialised is not None and not torch.is_grad_enabled():
             return module(batch.indices, batch.offsets)
-        if module.optimizer is None:
-            return ops.lookup(module.weights, module.layout, batch.indices, batch.offsets, flow=self.flow)
-        return ops.fused_lookup(
-            module.weights,
-            module.layout,
-            batch.indices,
-            batch.offsets,
-            optimizer=module.optimizer,
-            state=self._state,
-            flow=self.flow,
-        )
+        lookups = module.weights, module.layout, batch.indices, batch.offsets
+        with ablation(flow=self.flow):
+            if module.optimizer is None:
+                return ops.lookup(*lookups)
+            return ops.fused_lookup(*lookups, optimizer=module.optimizer, state=self._state)
 
     def update(self) -> None:
         self.module.weights.grad = None
 
     def plan(self, batch: Batch) -> ops.FlowPlan:
         """The batch, grouped."""
-        return ops.flow_plan(self.module.layout, batch.indices, batch.offsets, flow=self.flow)
+        with ablation(flow=self.flow):
+            return ops.flow_plan(self.module.layout, batch.indices, batch.offsets)
 
     def action(self, operation: str, batches: Sequence[Batch]) -> Action:
         if operation == "plan":

@@ -4,6 +4,7 @@ This package needs torch alone; what plugs into TorchRec is in `flowtt_torchrec.
 """
 
 from flowtt_torchrec._version import __version__
+from flowtt_torchrec.ablations import ablation
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.plan import BoundsCheckMode
@@ -16,5 +17,6 @@ __all__ = [
     "TTEmbeddingBag",
     "TTSpec",
     "__version__",
+    "ablation",
     "compress_to_fit",
 ]

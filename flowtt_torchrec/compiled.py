@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowtt_torchrec import ablations
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
@@ -186,21 +187,13 @@ class CompiledOps:
                 torch.cuda.synchronize()
                 self._ops.raise_cuda_fault()
 
-    def use_cuda_mapping(self, by_work: bool = True, steal: bool = True, checkpoint: bool = True) -> None:
-        """Turns parts of the schedule of the CUDA kernels off, for ablations; results do not depend on it.
-
-        Args:
-            by_work: blocks begin with shares of equal work, else of equal numbers of rows.
-            steal: blocks without work take some of others'.
-            checkpoint: products of long flows are handed from block to block, else made again.
-        """
-        self._ops.use_cuda_mapping(by_work, steal, checkpoint)
-
     def _mirror_settings(self, weights: Tensor) -> None:
         # The stable ABI has no way to ask torch. On the CPU everything is deterministic and exact.
         if weights.is_cuda or self._emulated:
             self._ops.use_deterministic_cuda(torch.are_deterministic_algorithms_enabled())
             self._ops.use_cuda_tf32(torch.backends.cuda.matmul.fp32_precision == "tf32")
+            mapping = ablations.current()
+            self._ops.use_cuda_mapping(mapping.by_work, mapping.steal, mapping.checkpoint)
 
     def _pooled_forward_gradient(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *args, per_sample_weights = ctx.saved_tensors

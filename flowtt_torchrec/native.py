@@ -17,7 +17,6 @@ pooled_forward = _compiled.pooled_forward
 pooled_backward = _compiled.pooled_backward
 pooled_backward_update = _compiled.pooled_backward_update
 synchronize = _compiled.synchronize
-use_cuda_mapping = _compiled.use_cuda_mapping
 
 
 def _load() -> tuple[Path | None, str | None]:

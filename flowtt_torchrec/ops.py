@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flowtt_torchrec import native, reference
+from flowtt_torchrec import ablations, native, reference
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, next_step, state_names
-from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
+from flowtt_torchrec.plan import BoundsCheckMode, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import WEIGHT_DTYPES, compute_dtype
 
 BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
 BACKEND_VARIABLE = "FLOWTT_BACKEND"
 _POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
-_FLOWS = {"prefix": Flow.PREFIX, "unique": Flow.UNIQUE, "direct": Flow.DIRECT}
 
 
 class BackendInfo(NamedTuple):
@@ -99,7 +98,6 @@ def flow_plan(
     offsets: Tensor,
     *,
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
-    flow: str = "prefix",
 ) -> FlowPlan:
     """Groups a batch's lookups by shared prefix, equal rows together.
 
@@ -111,7 +109,6 @@ def flow_plan(
         indices: int32 or int64 ``[N]``, row numbers, feature by feature, as TorchRec's ``KeyedJaggedTensor`` has them.
         offsets: int32 or int64 ``[num_features * batch_size + 1]``, first lookup of each bag, then ``N``.
         bounds_check_mode: what happens to a row number that its table does not have.
-        flow: ``"prefix"``; ``"unique"`` takes only equal rows together; ``"direct"`` nothing, and does not sort.
 
     Returns:
         The plan, for `pooled_lookup`.
@@ -124,7 +121,7 @@ def flow_plan(
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a 1-D tensor of int32 or int64, not {tensor.dim()}-D of {tensor.dtype}")
-    return _backend().flow_plan(layout, indices, offsets, _option("flow", flow, _FLOWS), bounds_check_mode)
+    return _backend().flow_plan(layout, indices, offsets, ablations.current().flow, bounds_check_mode)
 
 
 def synchronize(device: torch.device | None = None) -> None:
@@ -163,7 +160,6 @@ def lookup(
     per_sample_weights: Tensor | None = None,
     pooling: str = "sum",
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
-    flow: str = "prefix",
 ) -> Tensor:
     """Pooled rows of all features of a batch; differentiable in ``weights`` and ``per_sample_weights``.
 
@@ -175,7 +171,6 @@ def lookup(
         per_sample_weights: factor of each lookup, ``[N]``, float64 if the weights are, else float32.
         pooling: ``"sum"``, or ``"mean"``: divided by the number of lookups in the bag, also when they are weighted.
         bounds_check_mode: as for `flow_plan`.
-        flow: as for `flow_plan`.
 
     Returns:
         ``[batch_size, layout.total_dim]``, the features' columns side by side; zeros for an empty bag. Float64 if the
@@ -185,7 +180,7 @@ def lookup(
         IndexError, RuntimeError: as `flow_plan`.
         ValueError: for arguments of the wrong type or shape.
     """
-    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode, flow=flow)
+    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
     return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
 
 
@@ -200,7 +195,6 @@ def fused_lookup(
     per_sample_weights: Tensor | None = None,
     pooling: str = "sum",
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
-    flow: str = "prefix",
     seed: int = 0,
     learning_rate: Tensor | None = None,
 ) -> Tensor:
@@ -220,7 +214,7 @@ def fused_lookup(
         RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
         ValueError: for arguments of the wrong type or shape.
     """
-    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode, flow=flow)
+    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
     if not weights.requires_grad:
         return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
     _check(weights, layout, plan, per_sample_weights)

@@ -22,7 +22,7 @@ from tt_samples import (
     random_weights,
 )
 
-from flowtt_torchrec import native, ops
+from flowtt_torchrec import ablation, native, ops
 from flowtt_torchrec.cores import to_dense
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, init_state
@@ -48,10 +48,10 @@ def test_native_equals_reference_for_any_shapes_and_batch(layout, data):
         generator = torch.Generator().manual_seed(0)
         factors = torch.rand(indices.numel(), dtype=dtype, generator=generator).requires_grad_() if weighted else None
         state = init_state(layout, optimizer.kind, dtype=dtype)
-        with ops.use_backend(backend):
+        with ops.use_backend(backend), ablation(flow=flow):
             output = ops.fused_lookup(
                 weights, layout, indices, offsets,
-                optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling, flow=flow,
+                optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling,
             )  # fmt: skip
         output.backward(grad_output)
         grads = [factors.grad] if weighted else []
@@ -79,12 +79,14 @@ def large_batch():
 
 def forward_backward_and_step(layout, indices, offsets, dtype, flow, kind="rowwise_adagrad"):
     weights = random_weights(layout, dtype).requires_grad_()
-    output = ops.lookup(weights, layout, indices, offsets, pooling="mean", flow=flow)
+    with ablation(flow=flow):
+        output = ops.lookup(weights, layout, indices, offsets, pooling="mean")
     grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     grad = torch.autograd.grad(output, weights, grad_output)[0]
     optimizer = OptimizerSpec(kind, 0.01, 1e-3, weight_decay=0.1)
     state = init_state(layout, optimizer.kind, dtype=dtype)
-    fused = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state, flow=flow)
+    with ablation(flow=flow):
+        fused = ops.fused_lookup(weights, layout, indices, offsets, optimizer=optimizer, state=state)
     fused.backward(grad_output)
     return [output.detach(), grad, weights.detach(), *state.values()]
 
@@ -141,15 +143,15 @@ def test_plans_that_threads_share(flow, most):
     indices = (torch.rand(rows.numel(), generator=generator) ** 2 * rows).long()
     indices[20_000:90_000] = 3
     offsets, before = offsets_of(lengths.flatten()), torch.get_num_threads()
-    with ops.use_backend("reference"):
-        expected = ops.flow_plan(layout, indices, offsets, flow=flow)
+    with ops.use_backend("reference"), ablation(flow=flow):
+        expected = ops.flow_plan(layout, indices, offsets)
     num_rows, num_flows = expected.counts.tolist()[:2]
     ends = (None, None, num_rows, num_rows + 1, num_flows + 1, None)
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            with ops.use_backend("native"):
-                plan = ops.flow_plan(layout, indices, offsets, flow=flow)
+            with ops.use_backend("native"), ablation(flow=flow):
+                plan = ops.flow_plan(layout, indices, offsets)
             for name, value, right, end in zip(plan._fields, plan, expected, ends, strict=True):
                 assert torch.equal(value[:end], right[:end].to(value.dtype)), (threads, name)
     finally:

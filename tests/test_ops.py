@@ -19,7 +19,7 @@ from tt_samples import (
     repeatable_ops,
 )
 
-from flowtt_torchrec import ops
+from flowtt_torchrec import ablation, ops
 from flowtt_torchrec.cores import tt_rows
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import OptimizerSpec, init_state
@@ -39,9 +39,10 @@ def check(layout, indices, offsets, dtype=torch.float32, factors=None, pooling="
     expected_grads = torch.autograd.grad(expected, inputs, grad_output)
 
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-    output = ops.lookup(
-        inputs[0], layout, indices, offsets, per_sample_weights=(inputs[1:] or [None])[0], pooling=pooling, flow=flow
-    )
+    with ablation(flow=flow):
+        output = ops.lookup(
+            inputs[0], layout, indices, offsets, per_sample_weights=(inputs[1:] or [None])[0], pooling=pooling
+        )
     assert output.dtype == dtype
     assert_near(output, expected, tolerance)
     for grad, expected_grad in zip(torch.autograd.grad(output, inputs, grad_output.to(dtype)), expected_grads):
@@ -229,8 +230,8 @@ def test_flow_plan(backend, flow, seed):
     layout = mixed_layout()
     batch_size = 7
     indices, offsets = random_batch(layout, batch_size, seed=seed)
-    with ops.use_backend(backend):
-        plan = ops.flow_plan(layout, indices, offsets, flow=flow)
+    with ops.use_backend(backend), ablation(flow=flow):
+        plan = ops.flow_plan(layout, indices, offsets)
     count, bags = indices.numel(), []
     for bag in range(offsets.numel() - 1):
         bags += [bag] * int(offsets[bag + 1] - offsets[bag])
@@ -299,7 +300,6 @@ def test_arguments_are_checked(backend):
             ((weights, layout, indices, offsets), {"per_sample_weights": factors[1:]}, r"\[2\], one a lookup, .*\[1\]"),
             ((weights, layout, indices, offsets), {"per_sample_weights": factors.float()}, "must be torch.float64"),
             ((weights, layout, indices, offsets), {"pooling": "max"}, "unknown pooling 'max'; known: sum, mean"),
-            ((weights, layout, indices, offsets), {"flow": "x"}, "unknown flow 'x'; known: prefix, unique, direct"),
         ):
             with pytest.raises(ValueError, match=message):
                 ops.lookup(*arguments, **options)

@@ -19,7 +19,7 @@ from tt_samples import (
     random_weights,
 )
 
-from flowtt_torchrec import ops
+from flowtt_torchrec import ablation, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, apply_gradient, init_state
@@ -55,8 +55,8 @@ def test_kernels_are_the_definition(dtype, instructions, make, monkeypatch):
         generator = torch.Generator().manual_seed(1)
         factors = torch.rand(indices.numel(), generator=generator).requires_grad_()
         weights = random_weights(layout, dtype).requires_grad_()
-        with ops.use_backend(backend):
-            plan = ops.flow_plan(layout, indices, offsets, flow=flow)
+        with ops.use_backend(backend), ablation(flow=flow):
+            plan = ops.flow_plan(layout, indices, offsets)
             output = ops.pooled_lookup(weights, layout, offsets, plan, per_sample_weights=factors, pooling="mean")
             grad_output = torch.randn(output.shape, generator=generator)
             grads = torch.autograd.grad(output, [weights, factors], grad_output)

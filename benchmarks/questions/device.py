@@ -12,18 +12,17 @@ from benchmarks.harness import Action
 from benchmarks.questions.run import LineUp, Run, check_agreement, key
 from benchmarks.questions.sweeps import gathered_bytes
 from benchmarks.workloads import Batch, Workload
-from flowtt_torchrec import native, ops
+from flowtt_torchrec import ablation, ops
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.spec import TTSpec
 
-# by_work, steal, checkpoint: FlowTT's ablations, and shares of rows in place of shares of work.
-MAPPINGS = {
-    "static mapping of rows": (False, False, False),
-    "static mapping": (True, False, False),
-    "stealing": (True, True, False),
-    "stealing and checkpoints": (True, True, True),
+# What `ablation` turns off, by what is left.
+MAPPINGS: dict[str, dict[str, Any]] = {
+    "static mapping of rows": {"by_work": False, "steal": False, "checkpoint": False},
+    "static mapping": {"steal": False, "checkpoint": False},
+    "stealing": {"checkpoint": False},
+    "stealing and checkpoints": {},
 }
-ALL_ON = MAPPINGS["stealing and checkpoints"]
 
 
 def device(run: Run) -> None:
@@ -75,22 +74,20 @@ def _add_ablations(run: Run, lineup: LineUp, ours: FlowTT) -> None:
     backend = ops.BACKENDS[ops.backend_info().name]
     if run.device == "cpu" and not isinstance(backend, CompiledOps):  # one that is not a module is the tests' emulator
         return
-    use_mapping = backend.use_cuda_mapping if isinstance(backend, CompiledOps) else native.use_cuda_mapping
 
-    def configured(action: Action, mapping: tuple[bool, bool, bool], deterministic: bool) -> Action:
+    def configured(action: Action, mapping: dict[str, Any], deterministic: bool) -> Action:
         def run_so(argument: Any) -> None:
-            use_mapping(*mapping)
             torch.use_deterministic_algorithms(deterministic)
             try:
-                action.run(argument)
+                with ablation(**mapping):
+                    action.run(argument)
             finally:
-                use_mapping(*ALL_ON)
                 torch.use_deterministic_algorithms(False)
 
         return Action(run_so, action.setup)
 
     variants = [(name, mapping, False) for name, mapping in MAPPINGS.items()]
-    for name, mapping, deterministic in (*variants, ("deterministic", ALL_ON, True)):
+    for name, mapping, deterministic in (*variants, ("deterministic", {}, True)):
         for operation in ("forward_planned", "backward"):
             action = configured(ours.action(operation, lineup.batches), mapping, deterministic)
             columns = {"contender": f"flowtt, {name}", "operation": operation, "optimizer": ours.optimizer}

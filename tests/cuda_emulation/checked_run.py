@@ -19,7 +19,7 @@ from torch import Tensor
 from tt_samples import SPECS, assert_near, layout_of, mixed_layout, random_batch, random_weights
 
 from cuda_emulation import build, emulated
-from flowtt_torchrec import ops, reference
+from flowtt_torchrec import ablation, ops, reference
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, MOMENTUM1, MOMENTUM2, OptimizerSpec, init_state
 from flowtt_torchrec.spec import TTSpec
@@ -34,10 +34,10 @@ def run(backend, layout, indices, offsets, *, weighted=True, pooling="sum", flow
     weights = random_weights(layout, torch.float32).requires_grad_()
     factors = torch.rand(indices.numel(), generator=generator).requires_grad_() if weighted else None
     state = init_state(layout, optimizer.kind)
-    with ops.use_backend(backend):
+    with ops.use_backend(backend), ablation(flow=flow):
         output = ops.fused_lookup(
             weights, layout, indices, offsets,
-            optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling, flow=flow,
+            optimizer=optimizer, state=state, per_sample_weights=factors, pooling=pooling,
         )  # fmt: skip
         output.backward(torch.randn(output.shape, generator=generator))
     return [output.detach(), weights.detach(), *state.values(), *([factors.grad] if weighted else [])]
@@ -47,8 +47,8 @@ def compare_plans(layout, indices, offsets, flow="prefix"):
     """Holds the emulated plan to the reference."""
     plans = []
     for backend in ("reference", emulated.BACKEND):
-        with ops.use_backend(backend):
-            plans.append(ops.flow_plan(layout, indices, offsets, flow=flow))
+        with ops.use_backend(backend), ablation(flow=flow):
+            plans.append(ops.flow_plan(layout, indices, offsets))
     num_rows, num_flows = plans[0].counts.tolist()[:2]
     valid = {"row_keys": num_rows, "row_starts": num_rows + 1, "flow_starts": num_flows + 1}
     for name, expected, actual in zip(plans[0]._fields, *plans):

@@ -13,7 +13,7 @@ from tt_samples import SPECS, groups, layout_of, mixed_layout, random_batch, ran
 
 from cuda_emulation import build, checked_run, emulated
 from cuda_emulation.checked_run import compare, compare_plans, long_flow, run
-from flowtt_torchrec import ops
+from flowtt_torchrec import ablation, ops
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.spec import TTSpec
@@ -97,12 +97,9 @@ def test_more_tiles_than_blocks_and_the_reverse(emulator, multiprocessors, resid
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["no checkpoints", "checkpoints"])
 def test_mappings_for_ablations(emulator, by_work, steal, checkpoint):
     layout = layout_of("powers_of_two", "three_cores")
-    torch.ops.flowtt_emulated.use_cuda_mapping(by_work, steal, checkpoint)
-    try:
+    with ablation(by_work=by_work, steal=steal, checkpoint=checkpoint):
         compare(layout, *random_batch(layout, 100, 3))
         compare(*long_flow(100))
-    finally:
-        torch.ops.flowtt_emulated.use_cuda_mapping(True, True)
 
 
 @pytest.fixture
@@ -111,9 +108,8 @@ def prefix_products(emulator):
 
     def count(layout, indices, offsets, steal, checkpoint):
         weights = random_weights(layout, torch.float32)
-        torch.ops.flowtt_emulated.use_cuda_mapping(True, steal, checkpoint)
         counts = set()
-        with ops.use_backend(emulated.BACKEND):
+        with ops.use_backend(emulated.BACKEND), ablation(steal=steal, checkpoint=checkpoint):
             plan = ops.flow_plan(layout, indices, offsets)
             for seed in range(1, 5):
                 emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
@@ -122,8 +118,7 @@ def prefix_products(emulator):
         return int(plan.counts[1]), counts
 
     emulator.cuda_emulation_take_count(b"prefix products")
-    yield count
-    torch.ops.flowtt_emulated.use_cuda_mapping(True, True)
+    return count
 
 
 LONG_FLOWS = {
