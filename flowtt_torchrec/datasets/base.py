@@ -9,10 +9,11 @@ the same number of batches of the same sizes, and at most ``world_size - 1`` row
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+MAX_ROWS = 1 << 36
+"""Of a table: ten times the people on Earth. What asks for more is damaged data, or a slip."""
 
 
 class DataError(ValueError):
@@ -33,6 +36,23 @@ class BestMetrics(NamedTuple):
     auroc: float
     ne: float
     """Normalised entropy: mean log loss over the entropy of the rows' mean label (He et al., ADKDD 2014)."""
+    auroc_margin: float
+    """Half the width of the 95 % confidence interval of an AUROC on so many rows: luck may carry a model so far."""
+
+
+def auroc_margin(auroc: float, clicks: int, others: int) -> float:
+    """Half the width of an AUROC's 95 % confidence interval, from its standard error (Hanley & McNeil, Radiology 1982).
+
+    Args:
+        auroc: the area.
+        clicks: rows of label 1.
+        others: rows of label 0.
+    """
+    if not clicks or not others:
+        return math.nan
+    two_clicks, two_others = auroc / (2 - auroc), 2 * auroc**2 / (1 + auroc)
+    variance = auroc * (1 - auroc) + (clicks - 1) * (two_clicks - auroc**2) + (others - 1) * (two_others - auroc**2)
+    return 1.96 * math.sqrt(variance / (clicks * others))
 
 
 @dataclass(frozen=True)
@@ -65,10 +85,10 @@ class Sharding:
         rows = min(window_rows // self.world_size, self.batch_size)
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
-    def num_batches(self, rows: int) -> int:
+    def num_batches(self, rows: int, drop_last: bool = False) -> int:
         """Batches that every rank gets out of ``rows`` rows."""
         full, rest = divmod(rows, self.window)
-        return full + int(rest >= self.world_size)
+        return full + int(not drop_last and rest >= self.world_size)
 
 
 class ClickDataset(ABC):
@@ -118,6 +138,34 @@ class ClickDataset(ABC):
     def best_metrics(self, num_batches: int | None = None) -> BestMetrics | None:
         """Best possible scores on the first ``num_batches`` (default: all) held-out batches of all ranks, if known."""
         return None
+
+    def check_rows(self, split: Split) -> None:
+        """Tries a split before minutes go into a plan and an epoch: has it rows for each rank, can they be read?
+
+        Raises:
+            DataError: no, and why.
+        """
+        if self.num_batches(split) == 0:
+            raise DataError(f"split {split!r} has fewer rows than there are ranks, {self.sharding.world_size}")
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this data from other data, for JSON: by kind of file, `files.fingerprint` of each.
+
+        Nothing for generated rows, which the arguments decide.
+        """
+        return {}
+
+    def batches_in(self, rows: int, drop_last: bool = False) -> int | None:
+        """The number of training batches whose rows, of all ranks, are the first ``rows`` of a pass.
+
+        None if a batch ends on either side of there, as it may if the batch size or the number of ranks was another.
+
+        Args:
+            rows: training rows.
+            drop_last: count batches that are not full, but not their rows.
+        """
+        batches, rest = divmod(rows, self.sharding.window)
+        return None if rest else batches
 
 
 def check_split(split: Split, splits: Sequence[Split] = ClickDataset.splits) -> Split:

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtt_torchrec.datasets.base import DataError
+from flowtt_torchrec.datasets.base import MAX_ROWS, DataError
 from flowtt_torchrec.whole_numbers import whole_number
 
 NUM_DENSE = 13
@@ -40,4 +40,6 @@ def table_sizes(num_embeddings: SupportsIndex | Sequence[SupportsIndex]) -> list
     for table, size in zip(TABLE_NAMES, sizes):
         if size < 1:
             raise DataError(f"table {table} has {size} rows, it must have at least 1")
+        if size > MAX_ROWS:
+            raise DataError(f"table {table} has {size:,} rows, which is a mistake: at most {MAX_ROWS:,} are taken")
     return sizes

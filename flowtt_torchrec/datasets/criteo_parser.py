@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flowtt_torchrec.datasets.base import DataError
 from flowtt_torchrec.datasets.criteo_format import NUM_CATEGORIES, NUM_DENSE, NUM_FIELDS
+from flowtt_torchrec.datasets.diagnosis import describe_line
 
 MAX_HEX_DIGITS = 16
 MAX_DECIMAL_DIGITS = 18
@@ -80,7 +81,7 @@ def parse_lines(lines: list[bytes], where: Callable[[int], str]) -> ParsedLines:
 
     if not good.all():
         row, field = divmod(int(np.argmin(good)), NUM_FIELDS)
-        _raise_field(where(row), field, text[starts[row, field] : ends[row, field]])
+        _raise_field(where(row), field, text[starts[row, field] : ends[row, field]], lines[row])
     return ParsedLines((label_bytes == _ONE).astype(np.float32), integers, categories)
 
 
@@ -106,15 +107,18 @@ def _numbers(
 def _raise_field_count(lines: list[bytes], where: Callable[[int], str]) -> NoReturn:
     fields = [line.count(b"\t") + 1 for line in lines]
     row = next(i for i, count in enumerate(fields) if count != NUM_FIELDS)
-    hint = "; is this a test file without labels?" if fields[row] == NUM_FIELDS - 1 else ""
+    kind = describe_line(lines[row])
     raise DataError(
         f"{where(row)}: {fields[row]} fields, but a Criteo line has {NUM_FIELDS}, separated by tabs: "
-        f"label, {NUM_DENSE} integers, {NUM_CATEGORIES} categories{hint}"
+        f"label, {NUM_DENSE} integers, {NUM_CATEGORIES} categories{'' if kind is None else f'; {kind}'}"
     )
 
 
-def _raise_field(where: str, field: int, content: bytes) -> NoReturn:
+def _raise_field(where: str, field: int, content: bytes, line: bytes) -> NoReturn:
     value = repr(content[:40].decode("utf-8", "backslashreplace"))
+    kind = describe_line(line)
+    if kind is not None:
+        raise DataError(f"{where}: {kind}")
     if field == 0:
         raise DataError(f"{where}: the label is {value}, it must be 0 or 1")
     if field < _FIRST_CATEGORY:

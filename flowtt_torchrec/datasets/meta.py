@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +19,19 @@ from flowtt_torchrec.datasets.base import (
     check_split,
     make_batch,
 )
-from flowtt_torchrec.datasets.files import find_files
+from flowtt_torchrec.datasets.files import find_files, fingerprint, left_out
 from flowtt_torchrec.datasets.meta_format import (
     NUM_DENSE,
     MetaLookups,
     dense_features_and_labels,
     feature_name,
     load_lookups,
+    no_signal,
     table_name,
 )
 
 _FOLDER_PATTERNS = (r"fbgemm_t\d+_bs\d+(_\d+)?\.pt(\.gz)?", r"[^._].*\.pt(\.gz)?")
 _EXPECTED = "fbgemm_t788_bs131072_0.pt or other .pt files"
-_NO_SIGNAL = BestMetrics(auroc=0.5, ne=1.0)
 
 
 class MetaFiles(ClickDataset):
@@ -66,16 +67,14 @@ class MetaFiles(ClickDataset):
         self.sharding = sharding
         self.num_dense = NUM_DENSE
         self._seed = seed
-        self._files = [
-            file
-            for path in ([paths] if isinstance(paths, str | Path) else paths)
-            for file in find_files(path, _FOLDER_PATTERNS, _EXPECTED)
-        ]
+        folders = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        self._files = [file for path in folders for file in find_files(path, _FOLDER_PATTERNS, _EXPECTED)]
         if not self._files:
             raise DataError("no data file is given")
         self._loaded: tuple[int, MetaLookups] | None = None
         self._samples: list[int] = []
         self._scan(num_tables)
+        self.notes += [note for path in folders if (note := left_out(path, self._files)) is not None]
         self._held_out = [max(1, round(samples * val_fraction)) for samples in self._samples]
 
     def _scan(self, num_tables: int | None) -> None:
@@ -127,7 +126,29 @@ class MetaFiles(ClickDataset):
 
     def best_metrics(self, num_batches: int | None = None) -> BestMetrics:
         """Those of the constant 1/2: the labels are random."""
-        return _NO_SIGNAL
+        sizes = [size for number in range(len(self._files)) for size in self._batch_rows("val", number)]
+        return no_signal(sum(sizes[:num_batches]))
+
+    def identity(self) -> dict[str, Any]:
+        return {"files": [fingerprint(path) for path in self._files]}
+
+    def batches_in(self, rows: int, drop_last: bool = False) -> int | None:
+        """Walks through the files, each of which may end with a batch that is not full."""
+        batches = 0
+        for number in range(len(self._files)):
+            for size in self._batch_rows("train", number):
+                if rows <= 0:
+                    return batches if rows == 0 else None
+                batches += 1
+                rows -= size if size == self.sharding.window or not drop_last else 0
+        return batches if rows == 0 else None
+
+    def _batch_rows(self, split: Split, number: int) -> Iterator[int]:
+        """Rows of all ranks in each batch of a file."""
+        rows = self._range(split, number)[1]
+        for within in range(self.sharding.num_batches(rows)):
+            mine = self.sharding.rank_rows(rows - within * self.sharding.window)
+            yield (mine.stop - mine.start) * self.sharding.world_size
 
     def _range(self, split: Split, number: int) -> tuple[int, int]:
         """First sample and number of samples of a split in a file."""

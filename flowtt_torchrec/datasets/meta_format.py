@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowtt_torchrec.datasets import counter_random
-from flowtt_torchrec.datasets.base import DataError
+from flowtt_torchrec.datasets.base import MAX_ROWS, BestMetrics, DataError, auroc_margin
 
 NUM_DENSE = 13
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class MetaLookups(NamedTuple):
@@ -70,9 +71,17 @@ def load_lookups(path: Path) -> MetaLookups:
 
 def _checked(path: Path, content: object) -> MetaLookups:
     tensors = content if isinstance(content, tuple | list) else ()
-    if len(tensors) != 3 or not all(isinstance(x, Tensor) and not x.is_floating_point() for x in tensors):
-        raise DataError(f"{path}: expected a tuple of three integer tensors, (indices, offsets, lengths)")
+    if len(tensors) != 3 or not all(isinstance(x, Tensor) and x.dtype in _INTEGERS for x in tensors):
+        found = ", ".join(_kind(x) for x in tensors) or _kind(content)
+        raise DataError(
+            f"{path}: expected a tuple of three integer tensors, (indices, offsets, lengths), but it holds {found}"
+        )
     lookups = MetaLookups(*tensors)
+    if lookups.indices.dim() != 1 or lookups.offsets.dim() != 1:
+        raise DataError(
+            f"{path}: indices and offsets must be flat, not {list(lookups.indices.shape)} and "
+            f"{list(lookups.offsets.shape)}; of all tables, one after the other"
+        )
     if lookups.lengths.dim() != 2 or lookups.offsets.numel() != lookups.lengths.numel() + 1:
         raise DataError(
             f"{path}: lengths must be [tables, samples] and offsets [tables * samples + 1], "
@@ -88,9 +97,22 @@ def _checked(path: Path, content: object) -> MetaLookups:
         offsets = lookups.offsets[number * samples : (number + 1) * samples + 1]
         if not torch.equal(offsets.diff(), lengths.to(offsets.dtype)) or (lengths < 0).any():
             raise DataError(f"{path}: lengths and offsets of table {feature_name(number)} do not agree")
-        if lookups.table(number).lt(0).any():
-            raise DataError(f"{path}: table {feature_name(number)} has a negative index")
+        indices = lookups.table(number)
+        if not indices.numel():
+            continue
+        least, most = (int(x) for x in torch.aminmax(indices))
+        if least < 0:
+            raise DataError(f"{path}: table {feature_name(number)} has a negative index, {least}")
+        if most >= MAX_ROWS:
+            raise DataError(
+                f"{path}: table {feature_name(number)} has the index {most:,}, for which it would need as many rows; "
+                f"at most {MAX_ROWS:,} are taken, and more are taken for damage"
+            )
     return lookups
+
+
+def _kind(value: object) -> str:
+    return f"a {str(value.dtype).removeprefix('torch.')} tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def save_lookups(path: Path, indices: Tensor, lengths: Tensor) -> None:
@@ -110,6 +132,11 @@ def save_lookups(path: Path, indices: Tensor, lengths: Tensor) -> None:
             torch.save((indices, offsets, lengths), cast(BinaryIO, stream))
     else:
         torch.save((indices, offsets, lengths), path)
+
+
+def no_signal(rows: int) -> BestMetrics:
+    """Best possible scores on ``rows`` rows of this data: those of the constant 1/2, since the labels are random."""
+    return BestMetrics(auroc=0.5, ne=1.0, auroc_margin=auroc_margin(0.5, rows // 2, rows - rows // 2))
 
 
 def dense_features_and_labels(rows: NDArray[np.uint64], seed: int) -> tuple[Tensor, Tensor]:

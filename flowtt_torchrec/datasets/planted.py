@@ -13,11 +13,13 @@ the log-odds a given standard deviation, whatever the seed.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from flowtt_torchrec.datasets import counter_random
-from flowtt_torchrec.datasets.base import BestMetrics
+from flowtt_torchrec.datasets.base import BestMetrics, auroc_margin
 
 CLICK_RATE = 0.25
 LOG_ODDS_STD = 1.4
@@ -91,13 +93,15 @@ def _offset_for_rate(log_odds: Array, rate: float) -> float:
 
 
 def score(probabilities: Array, labels: NDArray[np.float32]) -> BestMetrics:
-    """AUROC and normalised entropy of ``probabilities`` as predictions of ``labels``; both float [rows]."""
+    """Scores of ``probabilities`` as predictions of ``labels``, both float [rows]; NaN if there is one label only."""
     clicked = labels > 0.5
     clicks, others = int(clicked.sum()), int((~clicked).sum())
+    if not clicks or not others:
+        return BestMetrics(math.nan, math.nan, math.nan)
     _, place, count = np.unique(probabilities, return_inverse=True, return_counts=True)
     mean_rank = (np.cumsum(count) - (count - 1) / 2)[place]  # equal scores share their mean rank
     auroc = (mean_rank[clicked].sum() - clicks * (clicks + 1) / 2) / (clicks * others)
     loss = -np.log(np.where(clicked, probabilities, 1.0 - probabilities)).mean()
     rate = clicked.mean()
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
-    return BestMetrics(float(auroc), float(loss / entropy))
+    return BestMetrics(float(auroc), float(loss / entropy), auroc_margin(float(auroc), clicks, others))

@@ -9,6 +9,7 @@ from io import BufferedIOBase
 from pathlib import Path
 
 from flowtt_torchrec.datasets.base import DataError
+from flowtt_torchrec.datasets.diagnosis import LONGEST_MAGIC, describe_file
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
@@ -19,7 +20,8 @@ def read_lines(path: Path) -> Iterator[list[bytes]]:
     """Lists of consecutive lines without their line feeds, about a megabyte each.
 
     Raises:
-        DataError: the file cannot be read, its gzip data is damaged or ends too early, or it is not text.
+        DataError: the file cannot be read, its gzip data is damaged or ends too early, or it is not text; the message
+            names the format where it is a known one.
     """
     count = 0
     try:
@@ -63,7 +65,10 @@ def _chunks(stream: BufferedIOBase) -> Iterator[bytes]:
 
 def _open(path: Path) -> BufferedIOBase:
     with open(path, "rb") as stream:
-        zipped = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+        beginning = stream.read(LONGEST_MAGIC)
+    zipped = beginning.startswith(_GZIP_MAGIC)
+    if (kind := describe_file(beginning)) is not None:
+        raise DataError(f"{path}: {kind}")
     if path.suffix == ".gz" and not zipped:
         raise DataError(f"{path}: the name ends in .gz, but the content is not gzip data")
     return gzip.open(path, "rb") if zipped else open(path, "rb")

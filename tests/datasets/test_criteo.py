@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
 from collections.abc import Callable
 from itertools import zip_longest
@@ -115,6 +116,63 @@ def test_held_out_files(tmp_path: Path, criteo_lines: Lines) -> None:
     assert _all_row_numbers(tmp_path / "a.tsv", "val", 1, 64, **options) == [list(range(20, 30))]
 
 
+def test_what_is_held_out_is_not_trained_on(tmp_path: Path, criteo_lines: Lines) -> None:
+    lines = criteo_lines(30)
+    for day in range(3):
+        (tmp_path / f"day_{day}").write_text("\n".join(lines[10 * day : 10 * day + 10]) + "\n")
+    (tmp_path / "link").symlink_to(tmp_path / "day_2")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "copy.tsv").write_bytes((tmp_path / "day_2").read_bytes())
+    for held_out in ("day_2", "link", "elsewhere", "elsewhere/../elsewhere/copy.tsv"):
+        options = {"val_path": tmp_path / held_out}
+        assert _all_row_numbers(tmp_path, "train", 1, 64, **options) == [list(range(20))], held_out
+        assert _all_row_numbers(tmp_path, "val", 1, 64, **options) == [list(range(20, 30))]
+        notes = CriteoTSV(tmp_path, 10, Sharding(8), **options).notes  # type: ignore[arg-type]
+        assert "left out of training, since val_path holds it: day_2" in notes
+    for path, val_path in (
+        (tmp_path, tmp_path),
+        (tmp_path / "day_1", tmp_path),
+        (tmp_path / "day_2", tmp_path / "link"),
+    ):
+        with pytest.raises(DataError, match="nothing is left to train on; give other files to evaluate on"):
+            CriteoTSV(path, 10, Sharding(8), val_path=val_path)
+
+
+def test_a_folder_is_read_as_far_as_it_looks_like_data(tmp_path: Path, criteo_lines: Lines) -> None:
+    (tmp_path / "a.tsv").write_text("\n".join(criteo_lines(20)))
+    (tmp_path / "readme.txt").write_text("Clicks of a week.\nSee the terms.\n")
+    (tmp_path / "test.txt").write_text("\n".join(line[2:] for line in criteo_lines(20)))
+    (tmp_path / "notes.md").touch()
+    (tmp_path / "b.txt").write_bytes(b"PAR1....")
+    data = CriteoTSV(tmp_path, 10, Sharding(64), val_every=50)
+    (batch,) = data.batches("train")
+    assert len(batch.labels) == 20
+    assert any("not read in" in note and "b.txt, notes.md, readme.txt, test.txt" in note for note in data.notes)
+    (tmp_path / "a.tsv").unlink()
+    with pytest.raises(DataError, match=r"b\.txt \(it is a Parquet file.*readme\.txt \(1 fields.*test\.txt \(.*labels"):
+        CriteoTSV(tmp_path, 10, Sharding(64))
+
+
+def test_other_data_has_another_identity(tmp_path: Path, criteo_lines: Lines) -> None:
+    lines = "\n".join(criteo_lines(1000)).encode()
+    for name in ("a", "val"):
+        (tmp_path / name).write_bytes(lines)
+    (tmp_path / "val").write_bytes(lines[:9000])
+
+    def identity() -> dict[str, object]:
+        return CriteoTSV(tmp_path / "a", 10, Sharding(8), val_path=tmp_path / "val").identity()
+
+    first = identity()
+    assert json.loads(json.dumps(first)) == first == identity()
+    for changed in (b"1" + lines[1:], lines[:-1] + b"x", lines + b"0", lines[:-1]):
+        assert changed != lines
+        (tmp_path / "a").write_bytes(changed)
+        assert identity() != first
+    (tmp_path / "a").write_bytes(lines)
+    (tmp_path / "val").write_bytes(lines[:9001])
+    assert identity() != first
+
+
 def test_shuffle_is_within_blocks_and_by_epoch_and_seed(path: Path) -> None:
     def order(epoch: int, seed: int = 0) -> list[int]:
         data = CriteoTSV(path, 10, Sharding(7), shuffle_rows=25, seed=seed)
@@ -138,9 +196,9 @@ def test_resumes_where_it_stopped(path: Path, start: int, shuffle_rows: int) -> 
     assert _same(list(data.batches("train", 3, start)), list(data.batches("train", 3))[start:])
 
 
-def test_the_last_batch_may_be_smaller(path: Path) -> None:
-    data = CriteoTSV(path, 10, Sharding(8))
-    assert [len(batch.labels) for batch in data.batches("train")] == [8] * 11 + [5]
+def test_drop_last_is_for_training(path: Path) -> None:
+    data = CriteoTSV(path, 10, Sharding(8), drop_last=True)
+    assert [len(batch.labels) for batch in data.batches("train")] == [8] * 11
     assert [len(batch.labels) for batch in data.batches("val")] == [8, 2]
     assert data.num_batches("train") is None
 
@@ -191,6 +249,8 @@ def test_too_few_rows(tmp_path: Path, criteo_lines: Lines) -> None:
 def test_bad_arguments_are_named(path: Path) -> None:
     with pytest.raises(DataError, match="num_embeddings has 2 numbers; Criteo data has 26"):
         CriteoTSV(path, [1, 2], Sharding(8))
+    with pytest.raises(DataError, match="table t_cat_0 has 1,000,000,000,000 rows, which is a mistake"):
+        CriteoTSV(path, 10**12, Sharding(8))
     with pytest.raises(DataError, match="table t_cat_3 has 0 rows"):
         CriteoTSV(path, [1, 1, 1, 0, *[1] * 22], Sharding(8))
     with pytest.raises(DataError, match="val_every is 1"):

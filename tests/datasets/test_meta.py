@@ -119,6 +119,27 @@ def test_resumes_where_it_stopped(tmp_path: Path, start: int) -> None:
     assert _read(data, "train", start) == _read(data, "train")[start:]
 
 
+def test_rows_of_files_with_short_last_batches_are_found_again(tmp_path: Path) -> None:
+    """A file of 18 training rows ends with a batch of 4 of 7 x 2 rows, in the middle of an epoch."""
+    for number in range(3):
+        _write(tmp_path / f"fbgemm_t5_bs20_{number}.pt", number)
+    data = MetaFiles(tmp_path, Sharding(7, 1, 2))
+    taken = [len(batch.labels) * 2 for batch in data.batches("train")]
+    assert taken == [14, 4] * 3
+    assert [data.batches_in(sum(taken[:n])) for n in range(7)] == list(range(7))
+    assert data.batches_in(2 * 14, drop_last=True) == 3
+    assert [data.batches_in(rows) for rows in (15, 28, 54 + 14)] == [None] * 3
+
+
+def test_best_possible_scores_have_the_margin_of_few_rows(tmp_path: Path) -> None:
+    for number in range(2):
+        _write(tmp_path / f"fbgemm_t5_bs20_{number}.pt", number)
+    few = MetaFiles(tmp_path, Sharding(4), val_fraction=0.5).best_metrics()
+    # The standard error of the AUROC of a scorer that knows nothing, of 10 + 10 rows: sqrt((10 + 10 + 1) / (12 * 100)).
+    assert few.auroc_margin == pytest.approx(1.96 * (21 / 1200) ** 0.5, rel=0.02)
+    assert MetaFiles(tmp_path, Sharding(4), val_fraction=0.5).best_metrics(1).auroc_margin > few.auroc_margin
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "a.pt.gz"
     _write(path, 0)
@@ -149,6 +170,14 @@ def test_damaged_files(tmp_path: Path) -> None:
         ((torch.tensor([1]), torch.tensor([0, 0, 2, 1]), torch.tensor([[0], [2], [-1]])), "table f2 do not agree"),
         ((torch.tensor([1, -1]), torch.tensor([0, 1, 2]), torch.tensor([[1], [1]])), "table f1 has a negative index"),
         ((torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]), torch.tensor([[0]])), "no table has any lookups"),
+        ((torch.tensor([[1], [2]]), torch.tensor([0, 1, 2]), torch.tensor([[1, 1]])), r"must be flat, not \[2, 1\]"),
+        ((torch.tensor([1, 2]), torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1]])), r"must be flat, .* \[1, 3\]"),
+        (
+            (torch.tensor([True, False]), torch.tensor([0, 1, 2]), torch.tensor([[1, 1]])),
+            "holds a bool tensor, a int64",
+        ),
+        ((torch.tensor([1j]), torch.tensor([0, 1]), torch.tensor([[1]])), "holds a complex64 tensor"),
+        ((torch.tensor([1, 1 << 40]), torch.tensor([0, 1, 2]), torch.tensor([[1], [1]])), r"f1 has the index 1,099,"),
     ],
 )
 def test_content_that_is_not_in_the_format(tmp_path: Path, content: object, message: str) -> None:

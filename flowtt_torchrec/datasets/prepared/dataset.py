@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from flowtt_torchrec.datasets.base import SPLITS, ClickDataset, DataError, Sharding, Split, check_split, make_batch
 from flowtt_torchrec.datasets.criteo_format import FEATURE_NAMES, NUM_CATEGORIES, NUM_DENSE, TABLE_NAMES, table_sizes
+from flowtt_torchrec.datasets.files import fingerprint
 from flowtt_torchrec.datasets.prepared.manifest import (
     KAGGLE_FRACTIONS,
     MANIFEST,
@@ -70,7 +72,7 @@ class PreparedClicks(ClickDataset):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        folder = Path(path)
+        folder = self._folder = Path(path)
         self.sharding = sharding
         self._shuffle, self._seed = shuffle, seed
         self._modulo: NDArray[np.int64] | None = None
@@ -131,6 +133,10 @@ class PreparedClicks(ClickDataset):
 
     def num_batches(self, split: Split) -> int:
         return self.sharding.num_batches(self.num_rows(split))
+
+    def identity(self) -> dict[str, Any]:
+        names = [f"{part}_{kind}.npy" for part in self._parts for kind in ARRAYS]
+        return {"arrays": [fingerprint(self._folder / name) for name in names]}
 
     def batches(self, split: Split, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         rows = self.num_rows(split)
