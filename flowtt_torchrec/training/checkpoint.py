@@ -83,11 +83,20 @@ class Checkpoints:
 
     def read_state(self, step: int) -> dict[str, Any]:
         """What `save` was given as ``state``."""
-        path = self.path(step) / _STATE_FILE
         try:
-            return json.loads(path.read_text())
+            state = json.loads((self.path(step) / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint {self.path(step)} is damaged: {path.name}: {error}") from None
+            raise self.damaged(step, str(error)) from None
+        if not isinstance(state, dict):
+            raise self.damaged(step, "it is no mapping")
+        return state
+
+    def damaged(self, step: int, what: str, file: str = _STATE_FILE) -> CheckpointError:
+        """The error of a file that is not as it was written."""
+        return CheckpointError(
+            f"the checkpoint {self.path(step)} is damaged: {file}: {what}. Remove it to continue from the one before, "
+            "or start without --resume"
+        )
 
     def load(self, step: int, tensors: dict[str, Any]) -> None:
         """Reads a checkpoint into ``tensors``, in place. All ranks call it together.

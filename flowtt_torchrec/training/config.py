@@ -77,18 +77,23 @@ class ModelConfig:
     """TorchRec's DLRM."""
 
     embedding_dim: int = 64
+    """Of all tables. Dense ones are data-parallel if it is no multiple of 4, which FBGEMM's fused kernels need."""
     data_type: DataTypeName = "FP32"
     """Of all tables but those that ``compression`` gives another. FBGEMM has no dense tables in BF16 on a CPU."""
-    dense_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 256, 64])
+    dense_arch_layer_sizes: list[int] | None = None
+    """By default 512, 256 and the ``embedding_dim``, with which it must end."""
     over_arch_layer_sizes: list[int] = field(default_factory=lambda: [512, 512, 256, 1])
     interaction_type: Literal["original", "dcn", "projection"] = "original"
     dcn_num_layers: int = 3
     dcn_low_rank_dim: int = 512
-    interaction_branch1_layer_sizes: list[int] = field(default_factory=lambda: [2048, 2048])
-    interaction_branch2_layer_sizes: list[int] = field(default_factory=lambda: [2048, 2048])
+    interaction_branch1_layer_sizes: list[int] | None = None
+    """Of the projection; by default 2048 and the next multiple of the ``embedding_dim``, which the last must be."""
+    interaction_branch2_layer_sizes: list[int] | None = None
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
+        _at_least(self, 1, "embedding_dim")
+        if self.dense_arch_layer_sizes is None:
+            self.dense_arch_layer_sizes = [512, 256, self.embedding_dim]
         if self.dense_arch_layer_sizes[-1:] != [self.embedding_dim]:
             raise InvalidField(
                 "dense_arch_layer_sizes",
@@ -98,8 +103,16 @@ class ModelConfig:
             raise InvalidField(
                 "over_arch_layer_sizes", f"{self.over_arch_layer_sizes} needs two or more layers, the last of size 1"
             )
+        # What an interaction needs is checked for this one only.
+        if self.interaction_type == "dcn":
+            _at_least(self, 1, "dcn_num_layers", "dcn_low_rank_dim")
         for branch in ("interaction_branch1_layer_sizes", "interaction_branch2_layer_sizes"):
-            if not getattr(self, branch) or getattr(self, branch)[-1] % self.embedding_dim:
+            sizes = getattr(self, branch)
+            if sizes is None:
+                setattr(self, branch, [2048, -(-2048 // self.embedding_dim) * self.embedding_dim])
+            elif self.interaction_type != "projection":
+                continue
+            elif not sizes or sizes[-1] % self.embedding_dim:
                 raise InvalidField(branch, f"must end with a multiple of the embedding_dim, {self.embedding_dim}")
 
 
@@ -207,6 +220,8 @@ class TrainingConfig:
     threads: int | None = None
     """CPU threads of a process; by default the cores divided by the processes of the host."""
     log_every: int = 50
+    stop_on_nonfinite: bool = True
+    """Stop when a loss, a weight or a prediction is not a finite number. Such a model is not saved in either case."""
     profile_steps: int = 8
     """Steps that are profiled for the breakdown at the end; 0 turns it off."""
     allow_tf32: bool = False
@@ -251,6 +266,8 @@ class CheckpointConfig:
     keep: int = 2
     overwrite: bool = False
     """A fresh run removes the checkpoints of an earlier one instead of refusing to start beside them."""
+    accept_other_data: bool = False
+    """``--resume`` continues though the files of the data are not those that the checkpoint was trained on."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every", "keep")

@@ -77,8 +77,10 @@ def show_scores(scores: Scores) -> str:
 
 
 def show(number: float | None, digits: int = 4) -> str:
-    """A number for people, ``-`` if there is none."""
-    return "-" if number is None or math.isnan(number) else f"{number:.{digits}f}"
+    """A number for people: ``-`` if there is none, ``NaN`` if it is not a number."""
+    if number is None:
+        return "-"
+    return "NaN" if math.isnan(number) else f"{number:.{digits}f}"
 
 
 def show_bytes(size: float) -> str:

@@ -11,5 +11,9 @@ class ConfigError(UserError):
     """A setting is wrong; the message starts with where it was made, like ``configs/a.yaml:12`` or ``--epochs``."""
 
 
+class DivergenceError(UserError):
+    """The model's numbers are not finite any more; the message says since when, and what to do."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be used: missing parts, or made by a run that this one does not continue."""

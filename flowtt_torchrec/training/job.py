@@ -22,7 +22,7 @@ from flowtt_torchrec.training.options import DryRun, Invocation
 from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs
 from flowtt_torchrec.training.quiet import quiet_libraries
 from flowtt_torchrec.training.report import build_report, show_breakdown, show_metrics, write_report
-from flowtt_torchrec.training.resume import RunState, placement_is_free, saved_sharding_types, saved_tensor_trains
+from flowtt_torchrec.training.resume import RunState, SavedRun, placement_is_free
 from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, host_memory, process_group
 from flowtt_torchrec.training.tables import planned_tables, show_plan, show_summary
 
@@ -95,6 +95,8 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         val_data = make_dataset(config.data, Sharding(training.test_batch_size, *ranks))
     for note in train_data.notes:
         console.say(f"data: {note}")
+    train_data.check_rows("train")
+    val_data.check_rows("val")
 
     if config.report.print_sharding_plan and runtime.is_main:
         print_planner_logs()
@@ -106,11 +108,13 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         hbm=torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None,
         ddr=host_memory() // runtime.local_world_size,
     )
-    saved_types = saved_trains = None
+    saved = saved_types = saved_trains = None
     if checkpoints is not None and last_step is not None:
-        saved = checkpoints.read_state(last_step)
-        saved_types = None if placement_is_free(config.optimizer) else saved_sharding_types(saved)
-        saved_trains = saved_tensor_trains(saved)
+        saved = SavedRun.read(checkpoints, last_step)
+        if (warning := saved.check(config, train_data)) is not None:
+            console.say(f"--resume: {warning}")
+        saved_types = None if placement_is_free(config.optimizer) else saved.sharding_types()
+        saved_trains = set(saved.specs)
     planning = Planning(config, train_data, machine, runtime.device, saved_types, saved_trains)
     plan = planning.plan(dist.group.WORLD)
     planned = planned_tables(planning.tables, planning.specs, plan, runtime.world_size)
@@ -125,11 +129,11 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
     )
 
     directory = Path(config.report.directory or Path("runs") / invocation.name)
-    state = RunState(config, runtime, model, optimizer, planning.specs, planned)
+    state = RunState(config, runtime, model, optimizer, planning.specs, planned, train_data.identity())
 
-    def save(position: Position, history: History) -> None:
+    def save(position: Position, history: History) -> Path:
         assert checkpoints is not None
-        state.save(checkpoints, position, history)
+        return state.save(checkpoints, position, history)
 
     log, close_log = _tensorboard(directory, config, runtime)
     trainer = Trainer(
@@ -145,9 +149,10 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         save,
         log,
     )
-    if checkpoints is not None and last_step is not None:
-        trainer.resume(*state.load(checkpoints, last_step))
-        console.say(f"continuing from {checkpoints.path(last_step)}")
+    if checkpoints is not None and saved is not None:
+        state.load(checkpoints, saved)
+        trainer.resume(saved.position, saved.history, saved.path)
+        console.say(f"continuing from {saved.path}")
     trainer.run()
     close_log()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from flowtt_torchrec import ops
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.training.config import CheckpointConfig, TrainingConfig
 from flowtt_torchrec.training.console import Console, show, show_scores
-from flowtt_torchrec.training.errors import UserError
+from flowtt_torchrec.training.divergence import FirstNonFiniteLoss, non_finite_tensor
+from flowtt_torchrec.training.errors import DivergenceError, UserError
 from flowtt_torchrec.training.metrics import ClickMetrics, Scores
 from flowtt_torchrec.training.model import LearningRate
 from flowtt_torchrec.training.profiler import StepProfiler
@@ -70,8 +73,8 @@ class Trainer:
         learning_rate: set before each step.
         train_data: rows to train on.
         val_data: rows to evaluate on, maybe in batches of another size.
-        save: writes a checkpoint of the model and what it is given.
-        log: receives (name, value, step) of every score, on all ranks.
+        save: writes a checkpoint of the model and what it is given, and returns where.
+        log: receives (name, value, step) of every score that there is, on all ranks.
     """
 
     def __init__(
@@ -85,20 +88,22 @@ class Trainer:
         learning_rate: LearningRate,
         train_data: ClickDataset,
         val_data: ClickDataset,
-        save: Callable[[Position, History], None],
+        save: Callable[[Position, History], Path],
         log: Callable[[str, float, int], None],
     ) -> None:
         self._config = config
         self._checkpoint_every = checkpointing.every
         self._checkpointing = checkpointing.directory is not None
         self._runtime, self._console = runtime, console
-        self._model, self._learning_rate = model, learning_rate
+        self._model, self._optimizer, self._learning_rate = model, optimizer, learning_rate
         self._train_data, self._val_data = train_data, val_data
         self._save, self._log = save, log
         self._pipeline = TrainPipelineSparseDist(model, optimizer, runtime.device, execute_all_batches=True)
         self._window = ClickMetrics(_WINDOW_SAMPLES)
         self._window_rows, self._window_seconds = 0, 0.0
-        self._saved_step: int | None = None
+        self._saved: tuple[int, Path] | None = None
+        self._non_finite_loss = FirstNonFiniteLoss(runtime.device)
+        self._diverged = False
         self.profiler = StepProfiler(config.profile_steps if runtime.is_main else 0, cuda=runtime.device.type == "cuda")
         self.position = Position()
         self.history = History()
@@ -110,10 +115,10 @@ class Trainer:
         """Training rows of all ranks a second, evaluation and checkpoints left out; None before the first step."""
         return self.rows / self.seconds["training"] if self.rows else None
 
-    def resume(self, position: Position, history: History) -> None:
-        """Continues from there; the model and the optimizer must already be what they were."""
+    def resume(self, position: Position, history: History, path: Path) -> None:
+        """Continues from the checkpoint ``path``; the model and the optimizer must already be what they were."""
         self.position, self.history = position, history
-        self._saved_step = position.step
+        self._saved = position.step, path
 
     def run(self) -> None:
         """Trains all epochs, evaluating after each."""
@@ -129,56 +134,58 @@ class Trainer:
             self.position = Position(self.position.step, self.position.epoch + 1)
 
     def _train_epoch(self) -> None:
-        window = self._train_data.sharding.window
-        done = self.position.rows // window
-        batches = self._batches(self.position.epoch, done)
+        rows, drop_last = self.position.rows, self._config.drop_last_training_batch
+        start = self._train_data.batches_in(rows, drop_last)
+        assert start is not None, "checked when a checkpoint is loaded"
+        done = rows // self._train_data.sharding.window if drop_last else start
+        batches = self._batches(self.position.epoch, start, done)
         total = self._config.limit_train_batches or self._train_data.num_batches("train")
         self._console.start_progress(f"epoch {self.position.epoch + 1}/{self._config.epochs}", total, done)
         try:
             # The pipeline runs dry at the end of each stretch, so that nothing is under way when the model is
             # evaluated or saved.
             while self._train_stretch(batches):
-                if self._due(self._checkpoint_every):
-                    self._checkpoint()
                 if self._due(self._config.validation_freq_within_epoch):
                     self._evaluate()
+                if self._due(self._checkpoint_every):  # with the scores of the evaluation
+                    self._checkpoint()
         finally:
             self._console.stop_progress()
         if self.position.rows == 0:
             raise UserError("there is not one training batch: the data has fewer rows than the job has ranks")
 
-    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch after the first ``done``."""
-        batches = self._train_data.batches("train", epoch, done)
-        if self._config.drop_last_training_batch:
-            batches = takewhile(lambda batch: len(batch.labels) == self._train_data.sharding.batch_size, batches)
+    def _batches(self, epoch: int, start: int, done: int) -> _Ahead:
+        """This rank's batches of an epoch after the first ``start``, of which ``done`` were trained on."""
+        batches = self._train_data.batches("train", epoch, start)
+        if self._config.drop_last_training_batch:  # each file may end with one
+            full = self._train_data.sharding.batch_size
+            batches = (batch for batch in batches if len(batch.labels) == full)
         limit = self._config.limit_train_batches
-        return batches if limit is None else islice(batches, max(limit - done, 0))
+        return _Ahead(batches if limit is None else islice(batches, max(limit - done, 0)))
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.position.step % every == 0
 
-    def _train_stretch(self, batches: Iterator[Batch]) -> bool:
-        """Trains up to the next step at which something else is due; returns whether there may be more batches."""
+    def _train_stretch(self, batches: _Ahead) -> bool:
+        """Trains up to the next step at which something else is due; returns whether there are more batches."""
         limits = [self._config.validation_freq_within_epoch]
         if self._checkpointing:
             limits.append(self._checkpoint_every)
         steps = min((every - self.position.step % every for every in limits if every is not None), default=None)
         stretch = islice(batches, steps)
-        taken = 0
         self._model.train()
         started = time.perf_counter()
         while True:
             rate = self._learning_rate.set(self.position.step)
             self.profiler.begin_step()
             try:
-                _, logits, labels = self._pipeline.progress(stretch)
+                loss, logits, labels = self._pipeline.progress(stretch)
             except StopIteration:
                 self.profiler.stop()  # what comes now, evaluation or checkpoint, is no step
                 break
             self.profiler.end_step()
-            taken += 1
             self.position.step += 1
+            self._non_finite_loss.update(self.position.step, loss)
             self.position.rows += len(labels) * self._runtime.world_size
             self._window.update(logits, labels)
             self._window_rows += len(labels) * self._runtime.world_size
@@ -186,7 +193,7 @@ class Trainer:
             if self._due(self._config.log_every):
                 started = self._report_window(started, rate)
         self._report_window(started, rate)
-        return steps is not None and taken == steps
+        return not batches.at_end()
 
     def _report_window(self, started: float, rate: float) -> float:
         """Says how the steps since the last report went; returns the time from which the next ones count."""
@@ -194,13 +201,15 @@ class Trainer:
         seconds = time.perf_counter() - started
         if scores.samples == 0:
             return time.perf_counter()
+        step = self._non_finite_loss.step()
+        if step is not None:
+            self._end_diverged(f"the loss of step {step} is not a finite number")
         self.seconds["training"] += seconds
         self.rows += self._window_rows
         speed = self._window_rows / seconds
         entry = {"step": self.position.step, "epoch": self.position.epoch, "learning_rate": rate}
         self.history.training.append({**entry, **scores_entry(scores), "samples_per_second": speed})
-        for name, value in (*scores._asdict().items(), ("samples_per_second", speed), ("learning_rate", rate)):
-            self._log(f"train/{name}", value, self.position.step)
+        self._log_scores("train", {**scores._asdict(), "samples_per_second": speed, "learning_rate": rate})
         text = f"{speed:,.0f} samples/s  {show_scores(scores)}"
         self._console.progress(
             f"epoch {self.position.epoch + 1}/{self._config.epochs}  step {self.position.step}  {text}", text
@@ -215,24 +224,72 @@ class Trainer:
         scores = evaluate(model, self._val_data, self._runtime.device, self._config.limit_val_batches)
         self._pipeline.attach()
         self.seconds["evaluation"] += time.perf_counter() - started
+        if not scores.finite:
+            self._end_diverged(
+                f"after step {self.position.step} predictions of held-out rows are not finite numbers, while the loss "
+                "still was"
+            )
         best = self._val_data.best_metrics(self._config.limit_val_batches) if self._runtime.is_main else None
         entry = {"step": self.position.step, "epoch": self.position.epoch, **scores_entry(scores)}
         if best is not None:
-            entry |= {"best_auroc": best.auroc, "best_ne": best.ne}
+            entry |= numbers_entry(
+                {"best_auroc": best.auroc, "best_ne": best.ne, "best_auroc_margin": best.auroc_margin}
+            )
         self.history.evaluation.append(entry)
-        for name, value in scores._asdict().items():
-            self._log(f"val/{name}", value, self.position.step)
-        planted = f"  (best possible: NE {show(best.ne)}  AUROC {show(best.auroc)})" if best is not None else ""
+        self._log_scores("val", scores._asdict())
+        planted = (
+            f"  (best possible: NE {show(best.ne)}  AUROC {show(best.auroc)} ± {show(best.auroc_margin)})"
+            if best is not None
+            else ""
+        )
         self._console.say(f"held out, step {self.position.step}: {show_scores(scores)}{planted}")
 
     def _checkpoint(self) -> None:
-        if not self._checkpointing or self._saved_step == self.position.step:
+        if not self._checkpointing:
             return
         started = time.perf_counter()
         ops.synchronize()  # raises what a GPU has found wrong with a batch, rather than save it
-        self._save(self.position, self.history)
-        self._saved_step = self.position.step
+        tensors = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        name = non_finite_tensor(tensors)
+        if name is None:
+            self._saved = self.position.step, self._save(self.position, self.history)
+        else:
+            self._end_diverged(f"after step {self.position.step} {name} holds numbers that are not finite")
         self.seconds["checkpoints"] += time.perf_counter() - started
+
+    def _end_diverged(self, what: str) -> None:
+        """Ends the run, or says once that it should be ended, as the settings have it."""
+        kept = "no checkpoint was written before"
+        if self._saved is not None:
+            kept = f"the last finite checkpoint, of step {self._saved[0]}, is kept: {self._saved[1]}"
+        advice = "lower optimizer.learning_rate, or lengthen optimizer.lr_warmup_steps, and "
+        advice += "start anew" if self._saved is None else "continue with --resume"
+        if self._config.stop_on_nonfinite:
+            raise DivergenceError(f"training diverged: {what}; {kept}; {advice}")
+        if not self._diverged:
+            self._console.say(f"training diverged: {what}; {kept}, and none is written while it is so")
+        self._diverged = True
+
+    def _log_scores(self, split: str, scores: Mapping[str, float | None]) -> None:
+        for name, value in scores.items():
+            if value is not None:
+                self._log(f"{split}/{name}", value, self.position.step)
+
+
+class _Ahead(Iterator[Batch]):
+    """Batches of which one can be read ahead, to know whether it was the last."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._ahead: list[Batch] = []
+
+    def __next__(self) -> Batch:
+        return self._ahead.pop() if self._ahead else next(self._batches)
+
+    def at_end(self) -> bool:
+        if not self._ahead:
+            self._ahead.extend(islice(self._batches, 1))
+        return not self._ahead
 
 
 def evaluate(model: torch.nn.Module, dataset: ClickDataset, device: torch.device, limit: int | None = None) -> Scores:
@@ -255,5 +312,10 @@ def evaluate(model: torch.nn.Module, dataset: ClickDataset, device: torch.device
 
 
 def scores_entry(scores: Scores) -> dict[str, float | None]:
-    """For JSON, which has no NaN."""
-    return {name: None if value != value else value for name, value in scores._asdict().items()}
+    """For JSON; see `Scores` for what is None, and NaN is as well."""
+    return numbers_entry(scores._asdict())
+
+
+def numbers_entry(numbers: Mapping[str, float | None]) -> dict[str, float | None]:
+    """For JSON, which has no NaN and no infinity."""
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in numbers.items()}

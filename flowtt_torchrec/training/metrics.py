@@ -15,19 +15,24 @@ _ETA = 1e-12  # TorchRec's clamp of probabilities in NE
 
 
 class Scores(NamedTuple):
-    """How well clicks were predicted.
+    """How well clicks were predicted. All three are NaN if a prediction is not a finite number.
 
     Args:
-        auroc: area under the ROC curve; NaN if all rows have one label.
-        ne: normalised entropy, log loss over the entropy of the mean label (He et al., ADKDD 2014); NaN likewise.
-        loss: mean log loss in nats.
+        auroc: area under the ROC curve; None if all rows have one label.
+        ne: normalised entropy, log loss over the entropy of the mean label (He et al., ADKDD 2014); None likewise.
+        loss: mean log loss in nats; None without rows.
         samples: rows scored, over all ranks.
     """
 
-    auroc: float
-    ne: float
-    loss: float
+    auroc: float | None
+    ne: float | None
+    loss: float | None
     samples: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether all predictions were finite numbers."""
+        return self.loss is None or math.isfinite(self.loss)
 
 
 class ClickMetrics:
@@ -60,14 +65,16 @@ class ClickMetrics:
     def compute(self) -> Scores:
         """Scores of the rows of all ranks, the same on every rank."""
         if not self._labels:
-            return Scores(math.nan, math.nan, math.nan, 0)
+            return Scores(None, None, None, 0)
         logits = torch.cat(self._logits).double()
-        rows = _all_ranks(torch.stack([torch.sigmoid(logits), torch.cat(self._labels).double()]))
-        predictions, labels = rows[0], rows[1]
+        predictions = torch.where(torch.isfinite(logits), torch.sigmoid(logits), math.nan)
+        predictions, labels = _all_ranks(torch.stack([predictions, torch.cat(self._labels).double()]))
+        if bool(predictions.isnan().any()):
+            return Scores(math.nan, math.nan, math.nan, len(labels))
         states = get_ne_states(labels[None], predictions[None], torch.ones_like(labels)[None], _ETA)
         loss = float(states["cross_entropy_sum"]) * math.log(2) / len(labels)  # TorchRec sums bits
         if not 0 < float(states["pos_labels"]) < len(labels):
-            return Scores(math.nan, math.nan, loss, len(labels))
+            return Scores(None, None, loss, len(labels))
         ne = compute_ne(
             states["cross_entropy_sum"],
             states["weighted_num_samples"],

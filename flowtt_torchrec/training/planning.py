@@ -169,7 +169,7 @@ class Planning:
                         narrow=element_size(types[name]) < 4,
                         train=name in self.specs,
                     ),
-                    compute_kernels=_allowed_kernels(config.optimizer.kind, machine.kind),
+                    compute_kernels=_allowed_kernels(config, machine.kind),
                 )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
             },
@@ -239,12 +239,19 @@ def _is_tensor_train(plan: ShardingPlan, name: str) -> bool:
 
 
 def _check_dense_type(config: TrainConfig, device: str, dense: Sequence[str]) -> None:
-    """Raises `ConfigError` for dense tables of a type that they cannot be trained in on a CPU."""
+    """Raises `ConfigError` for dense tables of a type that they cannot be trained in."""
     data_type, auto = config.model.data_type, config.compression.tables == "auto"
-    if device != "cpu" or data_type == "FP32" or not (dense or auto):
+    if data_type == "FP32" or not (dense or auto):
         return
     which = "tables that stay dense" if auto else name_tables(dense)
     advice = "set it to FP32, and compression.data_type for the tensor trains"
+    if config.model.embedding_dim % 4:
+        raise ConfigError(
+            f"model.data_type is {data_type}, but with model.embedding_dim={config.model.embedding_dim}, which is no "
+            f"multiple of 4, dense tables are data-parallel ({which}), and would be stepped in 16 bits; {advice}"
+        )
+    if device != "cpu":
+        return
     if data_type == "BF16":
         raise ConfigError(f"model.data_type is BF16, in which FBGEMM has no dense tables on a CPU ({which}); {advice}")
     if config.optimizer.kind == "adam":
@@ -268,8 +275,9 @@ def _allowed_types(saved: str | None, device: str, *, narrow: bool, train: bool)
     return [kind for kind in EmbeddingBagCollectionSharder().sharding_types(device) if kind not in without]
 
 
-def _allowed_kernels(optimizer: str, device: str) -> list[str] | None:
-    if optimizer == "adam" and device == "cpu":  # FBGEMM fuses no Adam on the CPU
+def _allowed_kernels(config: TrainConfig, device: str) -> list[str] | None:
+    # FBGEMM fuses no Adam on the CPU, and no optimizer where columns are no multiple of 4.
+    if (config.optimizer.kind == "adam" and device == "cpu") or config.model.embedding_dim % 4:
         return [EmbeddingComputeKernel.DENSE.value, CUSTOMIZED_KERNEL]
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -81,7 +82,7 @@ def build_report(
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Writes the report; a reader never sees half of it."""
-    write_atomically(path, json.dumps(report, indent=1) + "\n")
+    write_atomically(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def show_breakdown(console: Console, parts: Sequence[Part], cuda: bool) -> None:
@@ -109,11 +110,15 @@ def show_metrics(console: Console, report: dict[str, Any]) -> None:
     """Prints the last evaluation beside the best possible one, speed and memory."""
     metrics = report["metrics"]
     if metrics is not None:
-        rows = [
-            ["AUROC", show(metrics["auroc"]), show(metrics.get("best_auroc"))],
-            ["NE", show(metrics["ne"]), show(metrics.get("best_ne"))],
-            ["log loss", show(metrics["loss"]), "-"],
+        # A log loss there is for any rows: where it is null, predictions were no numbers.
+        model = [show(math.nan if metrics["loss"] is None else metrics[name]) for name in ("auroc", "ne", "loss")]
+        margin = metrics.get("best_auroc_margin")
+        best = [
+            show(metrics.get("best_auroc")) + ("" if margin is None else f" ± {show(margin)}"),
+            show(metrics.get("best_ne")),
+            "-",
         ]
+        rows = [list(row) for row in zip(("AUROC", "NE", "log loss"), model, best)]
         console.table(f"Held-out rows ({metrics['samples']:,})", ["metric", "model", "best possible"], rows)
     peaks = report["peak_memory_bytes"]
     speed = report["samples_per_second"]

@@ -9,6 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from sklearn.metrics import log_loss, roc_auc_score
 
+from flowtt_torchrec.training.console import show_scores
+from flowtt_torchrec.training.divergence import FirstNonFiniteLoss, non_finite_tensor
+from flowtt_torchrec.training.loop import scores_entry
 from flowtt_torchrec.training.metrics import ClickMetrics, Scores
 
 
@@ -47,9 +50,21 @@ def test_without_two_classes_there_is_a_loss_only() -> None:
     metrics = ClickMetrics()
     metrics.update(torch.zeros(3), torch.zeros(3))
     scores = metrics.compute()
-    assert math.isnan(scores.auroc)
-    assert math.isnan(scores.ne)
+    assert (scores.auroc, scores.ne) == (None, None)
     assert scores.loss == pytest.approx(math.log(2))
+    assert show_scores(scores) == "loss 0.6931  NE -  AUROC -"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_predictions_that_are_no_numbers_have_no_scores(bad: float) -> None:
+    logits, labels = _rows(100)
+    logits[3] = bad
+    metrics = ClickMetrics()
+    metrics.update(logits, labels)
+    scores = metrics.compute()
+    assert not scores.finite
+    assert scores_entry(scores) == {"auroc": None, "ne": None, "loss": None, "samples": 100}
+    assert show_scores(scores) == "loss NaN  NE NaN  AUROC NaN"
 
 
 def test_without_rows_there_is_nothing() -> None:
@@ -65,13 +80,23 @@ def _rank(rank: int, store: str, results: str) -> None:
     logits, labels = _rows(400)
     metrics = ClickMetrics()
     metrics.update(logits[rank::2], labels[rank::2])
-    torch.save(tuple(metrics.compute()), f"{results}/{rank}.pt")
+    first_bad = FirstNonFiniteLoss(torch.device("cpu"))
+    found: list[object] = [first_bad.step()]
+    for step in range(1, 6):  # rank 1 has it first
+        first_bad.update(step, torch.tensor(math.inf if step >= 5 - rank else 0.5))
+    found.append(first_bad.step())
+    for value in (1.0, math.nan, math.inf):
+        tensors = {"a": torch.ones(3), "b": {"c": torch.tensor([0.0, value if rank else 1.0]), "n": 3}}
+        found.append(non_finite_tensor(tensors))
+    torch.save((tuple(metrics.compute()), found), f"{results}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_ranks_are_scored_together(tmp_path: Path) -> None:
+def test_ranks_are_scored_together_and_agree_on_what_is_not_finite(tmp_path: Path) -> None:
     mp.start_processes(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2, start_method="forkserver")
-    first, second = (Scores(*torch.load(tmp_path / f"{rank}.pt")) for rank in range(2))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [found for _, found in ranks] == [[None, 4, None, "b.c", "b.c"]] * 2
+    first, second = (Scores(*scores) for scores, _ in ranks)
     assert first == second
     assert first.samples == 400
     assert first[:3] == pytest.approx(_expected(*_rows(400)), rel=1e-6)

@@ -73,6 +73,11 @@ def test_every_named_option_names_a_key() -> None:
         ("--set compression.tables.t_cat_0.p=[4,4]", r"compression.tables.t_cat_0.p: give both p and q, or neither"),
         ("--set data.val_every=1", "data.val_every: must be at least 2, not 1"),
         ("--embedding_dim 32", "must end with the embedding_dim, 32"),
+        (
+            "--interaction_type projection --interaction_branch2_layer_sizes 8,7",
+            "must end with a multiple of the embedding_dim, 8",
+        ),
+        ("--interaction_type dcn --dcn_num_layers 0", "dcn_num_layers: must be at least 1, not 0"),
         ("--over_arch_layer_sizes 8,2", "needs two or more layers, the last of size 1"),
         ("--world-size 8", "--world-size goes with --dry-run"),
         ("--dry-run --world-size 12", "--world-size 12 must be a positive multiple of --local-world-size 8"),
@@ -85,6 +90,21 @@ def test_every_named_option_names_a_key() -> None:
 def test_wrong_options_are_told(tiny: Path, arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(["--config", str(tiny), *arguments.split()])
+
+
+@pytest.mark.parametrize("dim", [3, 10, 24, 48, 96, 100, 128])
+def test_any_embedding_dim_goes_with_the_defaults(dim: int) -> None:
+    for interaction in ("original", "dcn", "projection"):
+        options = ["--data", "x", "--embedding_dim", str(dim), "--interaction_type", interaction]
+        model = parse(options).config.model
+        assert model.dense_arch_layer_sizes == [512, 256, dim]
+        assert model.interaction_branch1_layer_sizes is not None
+        assert 0 <= model.interaction_branch1_layer_sizes[-1] - 2048 < dim
+        assert model.interaction_branch1_layer_sizes[-1] % dim == 0
+
+
+def test_settings_are_checked_only_where_they_are_used() -> None:
+    parse(["--data", "x", "--interaction_branch1_layer_sizes", "7", "--dcn_num_layers", "0"])
 
 
 @pytest.mark.parametrize("option", ABSENT)

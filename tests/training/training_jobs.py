@@ -36,6 +36,18 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "FLOWTT_DEVICE": "cpu"}
 
 
+def run_here(*arguments: str | Path) -> None:
+    """Runs a job of one rank to its end in this process; its errors are exceptions."""
+    from flowtt_torchrec.training.job import run
+    from flowtt_torchrec.training.options import parse
+
+    try:
+        run(parse([str(argument) for argument in arguments]))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def torchrun(arguments: Sequence[str | Path], processes: int = 2) -> list[str]:
     """The command of a job with several processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
