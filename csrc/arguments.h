@@ -17,6 +17,7 @@
 
 #include "flowtt/batch.h"
 #include "flowtt/plan.h"
+#include "flowtt/rounding.h"
 #include "flowtt/table.h"
 
 namespace flowtt {
@@ -110,7 +111,7 @@ inline std::vector<Table> read_tables(const Tensor& tables) {
   check_type("tables", tables, ScalarType::Long);
   std::vector<Table> read;
   for (int64_t i = 0; i < tables.size(0); ++i) {
-    const Table table = read_table(tables.const_data_ptr<int64_t>() + i * kTableColumns);
+    const Table table = read_table(static_cast<int>(i), tables.const_data_ptr<int64_t>() + i * kTableColumns);
     check(2 <= table.num_cores && table.num_cores <= kMaxCores, "table ", i, " has ", table.num_cores,
           " cores; allowed: 2 to ", kMaxCores);
     check(i == 0 || table.table_shift == read[0].table_shift, "tables differ in their table shift");
@@ -200,21 +201,36 @@ inline void check_columns(const Batch& batch, const std::vector<Table>& tables, 
   }
 }
 
-inline Optimizer read_optimizer(int64_t number, double beta1, double beta2, int64_t step) {
+inline Optimizer read_optimizer(int64_t number, double beta1, double beta2) {
   check(0 <= number && number <= 3, "optimizer must be 0 (SGD), 1 (Adagrad), 2 (row-wise Adagrad) or 3 (Adam), not ",
         number);
   const auto optimizer = static_cast<Optimizer>(number);
   if (optimizer == Optimizer::kAdam) {
     check(0 <= beta1 && beta1 < 1 && 0 <= beta2 && beta2 < 1, "beta1 and beta2 must be at least 0 and below 1, not ",
           beta1, " and ", beta2);
-    check(step >= 1, "step must be at least 1 for Adam, not ", step);
   }
   return optimizer;
 }
 
+// The number of each table's step; 0 where steps are not counted.
+inline std::vector<int64_t> read_steps(const std::optional<Tensor>& steps, Optimizer optimizer, size_t num_tables) {
+  if (!steps) {
+    check(optimizer != Optimizer::kAdam, "steps must be given for Adam");
+    return std::vector<int64_t>(num_tables, 0);
+  }
+  check_shape("steps", *steps, {static_cast<int64_t>(num_tables)});
+  check_type("steps", *steps, ScalarType::Long);
+  const int64_t* const first = steps->const_data_ptr<int64_t>();
+  for (size_t i = 0; i < num_tables; ++i) {
+    check(first[i] >= 1, "steps must be at least 1, not ", first[i], " for table ", i);
+  }
+  return {first, first + num_tables};
+}
+
+// What a table's step does. Each has its own random bits, `rounding_seed` being those of step 0.
 template <class T>
 UpdateRule<T> update_rule(Optimizer optimizer, double learning_rate, double eps, double weight_decay, double beta1,
-                          double beta2, int64_t step) {
+                          double beta2, int64_t step, int64_t rounding_seed) {
   // What Adam divides an average of `step` values by, which began at 0 and decays by `beta`.
   const auto correction = [step](double beta) { return static_cast<T>(1 - std::pow(beta, static_cast<double>(step))); };
   return {optimizer,
@@ -224,7 +240,19 @@ UpdateRule<T> update_rule(Optimizer optimizer, double learning_rate, double eps,
           static_cast<T>(beta1),
           static_cast<T>(beta2),
           correction(beta1),
-          correction(beta2)};
+          correction(beta2),
+          rounding_seed < 0 ? rounding_seed : (rounding_seed + step) % kRoundingSeeds};
+}
+
+template <class T>
+std::vector<UpdateRule<T>> update_rules(Optimizer optimizer, double learning_rate, double eps, double weight_decay,
+                                        double beta1, double beta2, const std::vector<int64_t>& steps,
+                                        int64_t rounding_seed) {
+  std::vector<UpdateRule<T>> rules;
+  for (const int64_t step : steps) {
+    rules.push_back(update_rule<T>(optimizer, learning_rate, eps, weight_decay, beta1, beta2, step, rounding_seed));
+  }
+  return rules;
 }
 
 // Elements that an optimizer's momenta have; 0 where it has none.

@@ -121,12 +121,12 @@ cpu::Weights<T> read_weights(const Tensor& weights) {
 }
 
 template <class T>
-cpu::MutableWeights<T> mutable_weights(Tensor& weights, int64_t rounding_seed) {
+cpu::MutableWeights<T> mutable_weights(Tensor& weights) {
   if constexpr (std::is_same_v<T, float>) {
     auto* bits = static_cast<uint16_t*>(weights.mutable_data_ptr());
     const cpu::InstructionSet& isa = cpu::instruction_set();
-    if (weights.scalar_type() == ScalarType::BFloat16) return {bits, isa.bfloat16, rounding_seed};
-    if (weights.scalar_type() == ScalarType::Half) return {bits, isa.float16, rounding_seed};
+    if (weights.scalar_type() == ScalarType::BFloat16) return {bits, isa.bfloat16};
+    if (weights.scalar_type() == ScalarType::Half) return {bits, isa.float16};
   }
   return cpu::MutableWeights<T>(weights.mutable_data_ptr<T>());
 }
@@ -263,17 +263,19 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay, double beta1, double beta2, int64_t step, int64_t rounding_seed) {
+                              double weight_decay, double beta1, double beta2, std::optional<Tensor> steps,
+                              int64_t rounding_seed) {
   PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
-  const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
+  const Optimizer kind = read_optimizer(optimizer, beta1, beta2);
   const MomentumSizes sizes = momentum_sizes(kind, momentum1, momentum2, weights.numel(), problem.tables);
   Tensor grad_factors = make_tensor(weights, {per_sample_weights_grad ? lookups.numel() : 0});
   with_type(weights, [&](auto zero) {
     using T = decltype(zero);
-    const auto rule = update_rule<T>(kind, learning_rate, eps, weight_decay, beta1, beta2, step);
-    const cpu::GradientSink<T> sink(cpu::kernels<T>(), rule, mutable_weights<T>(weights, rounding_seed),
+    auto rules = update_rules<T>(kind, learning_rate, eps, weight_decay, beta1, beta2,
+                                 read_steps(steps, kind, problem.tables.size()), rounding_seed);
+    const cpu::GradientSink<T> sink(cpu::kernels<T>(), std::move(rules), mutable_weights<T>(weights),
                                     momentum_data<T>("momentum1", momentum1, sizes.first, weights),
                                     momentum_data<T>("momentum2", momentum2, sizes.second, weights));
     cpu::pooled_backward<T>(torch_threads(), problem.lookup<T>(weights, per_sample_weights),

@@ -277,10 +277,11 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts,
                               Tensor counts, std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
-                              double weight_decay, double beta1, double beta2, int64_t step, int64_t rounding_seed) {
+                              double weight_decay, double beta1, double beta2, std::optional<Tensor> steps,
+                              int64_t rounding_seed) {
   Problem problem(weights, tables, features, offsets, lookups, bags, row_keys, row_starts, flow_starts, counts,
                   per_sample_weights, grad_output.size(1), pooling_mode);
-  const Optimizer kind = read_optimizer(optimizer, beta1, beta2, step);
+  const Optimizer kind = read_optimizer(optimizer, beta1, beta2);
   const MomentumSizes sizes = momentum_sizes(kind, momentum1, momentum2, weights.numel(), problem.batch.tables);
   float* const first = momentum_data(problem, "momentum1", momentum1, sizes.first);
   float* const second = momentum_data(problem, "momentum2", momentum2, sizes.second);
@@ -289,8 +290,9 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
   Tensor grad_factors =
       torch::stable::new_empty(weights, {per_sample_weights_grad ? lookups.numel() : 0}, ScalarType::Float);
   const cuda::BackwardTargets targets = backward_targets(problem, grad_output, grad_factors, per_sample_weights_grad);
-  const auto rule = update_rule<float>(kind, learning_rate, eps, weight_decay, beta1, beta2, step);
-  const cuda::Update update{rule, first, second, rounding_seed};
+  const auto rules = update_rules<float>(kind, learning_rate, eps, weight_decay, beta1, beta2,
+                                         read_steps(steps, kind, problem.batch.tables.size()), rounding_seed);
+  const cuda::Update update{rules, first, second};
   Workspace workspace(weights, device.stream());
   cuda::pooled_backward_update(problem.batch, problem.plan, problem.cores, problem.pooling, targets, update,
                                workspace.context());

@@ -18,14 +18,13 @@ void define_ops(Library& m) {
       "Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, "
       "Tensor? per_sample_weights, int pooling_mode, bool per_sample_weights_grad) "
       "-> (Tensor grad_weights, Tensor grad_per_sample_weights)");
-  // SymInt: a number that is not known while a graph is compiled.
+  // steps: int64 on the CPU, for each table the number of this step, from 1.
   m.def(
       "pooled_backward_update(Tensor grad_output, Tensor(a!) weights, Tensor(b!)? momentum1, "
       "Tensor(c!)? momentum2, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
       "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
       "int pooling_mode, bool per_sample_weights_grad, int optimizer, float learning_rate, float eps, "
-      "float weight_decay, float beta1, float beta2, SymInt step, "
-      "SymInt rounding_seed) -> Tensor");
+      "float weight_decay, float beta1, float beta2, Tensor? steps, int rounding_seed) -> Tensor");
   m.def(
       "cuda_setting(Tensor tables, bool backward, int shared_limit, int element_bytes) "
       "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched

@@ -150,7 +150,7 @@ class CompiledOps:
         per_sample_weights: Tensor | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
         per_sample_weights_grad: bool = False,
-        step: int = 0,
+        steps: Tensor | None = None,
         rounding_seed: int = TO_NEAREST,
         learning_rate: Tensor | None = None,  # for a compiled graph, in the place of the optimizer's
     ) -> Tensor:
@@ -175,7 +175,7 @@ class CompiledOps:
             optimizer.weight_decay,
             optimizer.beta1,
             optimizer.beta2,
-            step,
+            steps,
             rounding_seed,
         )
 
@@ -298,7 +298,7 @@ def _fake_pooled_backward_update(
     weight_decay: float,
     beta1: float,
     beta2: float,
-    step: int,
+    steps: Tensor | None,
     rounding_seed: int,
 ) -> Tensor:
     return _fake_factors(grad_output, lookups, per_sample_weights_grad)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from flowtt_torchrec import ablations, native, reference
 from flowtt_torchrec.compiled import CompiledOps
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, next_step, state_names
+from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, state_names
 from flowtt_torchrec.plan import BoundsCheckMode, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import WEIGHT_DTYPES, compute_dtype
 
@@ -317,7 +317,6 @@ class _FusedLookup(torch.autograd.Function):
                 "BatchedTTEmbeddingBags, or train with optimizer=None and a torch optimizer"
             )
         wants_per_sample_weights = ctx.needs_input_grad[1]
-        step = next_step(ctx.layout, ctx.steps)
         grad_per_sample_weights = ctx.backend.pooled_backward_update(
             grad_output,
             ctx.weights,
@@ -330,8 +329,8 @@ class _FusedLookup(torch.autograd.Function):
             per_sample_weights,
             ctx.mode,
             wants_per_sample_weights,
-            step,
-            ctx.optimizer.rounding_seed(ctx.weights.dtype, ctx.seed, step),
+            None if ctx.steps is None else ctx.steps + 1,
+            ctx.optimizer.rounding_seed(ctx.weights.dtype, ctx.seed),
             **ctx.rate,
         )
         if ctx.steps is not None:

@@ -13,8 +13,9 @@ plain ``gradient``, ``t`` the number of the step, and both averages one an eleme
 * ``"adam"``: ``m = beta1 * m + (1 - beta1) * gradient``, ``v = beta2 * v + (1 - beta2) * gradient**2``,
   ``w -= learning_rate * (m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w)``
 
-This is ``EmbOptimType.ADAM`` of FBGEMM: torch.optim.AdamW on what was looked up. Steps are counted from 1 for a whole
-group of tables, also those in which a slice was not looked up.
+This is ``EmbOptimType.ADAM`` of FBGEMM: torch.optim.AdamW on what was looked up. Steps are counted from 1, also those
+in which a slice was not looked up, and table by table: tables that are stepped together may have begun at different
+times.
 
 Cores in bfloat16 or float16 are widened, stepped in float32 and rounded; see `flowtt_torchrec.precision`. Momenta stay
 float32. Steps are counted for these cores too, since the random bits of their rounding come from the step's number.
@@ -22,15 +23,16 @@ float32. Steps are counted for these cores too, since the random bits of their r
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowtt_torchrec.layout import NUM_CORES, SLICE_OFFSETS, TTLayout
-from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, is_reduced, round_weights, rounding_seed
+from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, is_reduced, round_weights, rounding_seed, seed_of_step
 from flowtt_torchrec.spec import MAX_CORES
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = "sgd", "adagrad", "rowwise_adagrad", "adam"
@@ -80,9 +82,9 @@ class OptimizerSpec:
         """Whether a slice whose gradient is 0 is stepped differently from one that was not looked up."""
         return self.kind == ADAM or self.weight_decay > 0
 
-    def rounding_seed(self, dtype: torch.dtype, seed: int, step: int) -> int:
-        """How a step rounds cores of a type: the seed of its random bits, or `TO_NEAREST`."""
-        return rounding_seed(seed, step) if self.stochastic_rounding and is_reduced(dtype) else TO_NEAREST
+    def rounding_seed(self, dtype: torch.dtype, seed: int) -> int:
+        """How cores of a type are rounded: the seed of the random bits of step 0, or `TO_NEAREST`."""
+        return rounding_seed(seed) if self.stochastic_rounding and is_reduced(dtype) else TO_NEAREST
 
 
 def state_names(kind: str, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
@@ -100,8 +102,8 @@ def init_state(
 
     ``dtype`` is that of the cores; for narrower ones than float32 the state is float32.
 
-    ``"step"``, the number of steps made so far, is int64 ``[num_tables]`` and always on the CPU, where it is read. All
-    tables have the same; each has its own so that a state dict says so for every table.
+    ``"step"``, the number of steps that each table has made so far, is int64 ``[num_tables]`` and always on the CPU,
+    where it is read.
     """
     size = layout.num_slices if kind == ROWWISE_ADAGRAD else layout.num_parameters
     return {
@@ -127,30 +129,6 @@ def split_state(layout: TTLayout, kind: str, state: Mapping[str, Tensor]) -> dic
             for core_state, view in zip(split[name], of_table):
                 core_state[state_name] = view
     return split
-
-
-def next_step(layout: TTLayout, steps: Tensor | None) -> int:
-    """Number of the step that comes next, from 1; 0 for an optimizer that does not count.
-
-    Args:
-        layout: the tables.
-        steps: ``"step"`` of the optimizer's state, if it has that.
-
-    Raises:
-        ValueError: naming two tables, if a state dict has given them different numbers of steps.
-    """
-    if steps is None:
-        return 0
-    if torch.compiler.is_compiling():  # tables cannot be told apart there
-        return int(steps[0].item()) + 1
-    made = steps.tolist()
-    for name, count in zip(layout.names, made):
-        if count != made[0]:
-            raise ValueError(
-                f"tables {layout.names[0]!r} and {name!r} are stepped together, but their optimizer state says that "
-                f"they have made {made[0]} and {count} steps; load state of the same step for both"
-            )
-    return made[0] + 1
 
 
 @torch.no_grad()
@@ -186,16 +164,17 @@ def apply_gradient(
             f"{'Adam' if optimizer.kind == ADAM else 'weight decay'} changes touched slices only, so it must be known "
             "which those are"
         )
-    step = next_step(layout, state.get(STEP))
-    changed = weights.to(compute_dtype(weights.dtype))
-    _step(layout, optimizer, step, changed, state, grad, touched)
+    steps = [0] * layout.num_tables
     if STEP in state:
         state[STEP].add_(1)
+        steps = state[STEP].tolist()
+    changed = weights.to(compute_dtype(weights.dtype))
+    _step(layout, optimizer, steps, changed, state, grad, touched)
     if changed is weights:
         return
     sizes = [spec.num_parameters for spec in layout.specs]
-    for name, stored, values in zip(layout.names, weights.split(sizes), changed.split(sizes)):
-        table_seed = optimizer.rounding_seed(weights.dtype, seed + zlib.crc32(name.encode()), step)
+    for name, step, stored, values in zip(layout.names, steps, weights.split(sizes), changed.split(sizes)):
+        table_seed = seed_of_step(optimizer.rounding_seed(weights.dtype, seed + zlib.crc32(name.encode())), step)
         for first in range(0, stored.numel(), ROUNDING_BLOCK):
             last = min(first + ROUNDING_BLOCK, stored.numel())
             elements = torch.arange(first, last, device=stored.device)
@@ -205,7 +184,7 @@ def apply_gradient(
 def _step(
     layout: TTLayout,
     optimizer: OptimizerSpec,
-    step: int,
+    steps: Sequence[int],
     weights: Tensor,
     state: Mapping[str, Tensor],
     grad: Tensor,
@@ -213,7 +192,9 @@ def _step(
 ) -> None:
     if optimizer.kind == ADAM:
         assert touched is not None
-        _adam_step(optimizer, step, weights, state, grad, _spread(layout, touched))
+        flat = weights, state[MOMENTUM1], state[MOMENTUM2], grad, _spread(layout, touched)
+        for step, run in _runs(layout, steps):
+            _adam_step(optimizer, step, *(tensor[run] for tensor in flat))
         return
     if optimizer.weight_decay:
         assert touched is not None
@@ -236,16 +217,30 @@ def _step(
 
 
 def _adam_step(
-    optimizer: OptimizerSpec, step: int, weights: Tensor, state: Mapping[str, Tensor], grad: Tensor, touched: Tensor
+    optimizer: OptimizerSpec,
+    step: int,
+    weights: Tensor,
+    moment1: Tensor,
+    moment2: Tensor,
+    grad: Tensor,
+    touched: Tensor,
 ) -> None:
-    """The step on elements where ``touched`` ``[num_parameters]`` is true."""
-    moment1, moment2 = state[MOMENTUM1], state[MOMENTUM2]
+    """The step on elements where ``touched`` is true; all tensors are of equal size."""
     moment1.copy_(torch.where(touched, optimizer.beta1 * moment1 + (1 - optimizer.beta1) * grad, moment1))
     moment2.copy_(torch.where(touched, optimizer.beta2 * moment2 + (1 - optimizer.beta2) * grad * grad, moment2))
     root = (moment2 / (1 - optimizer.beta2**step)).sqrt_().add_(optimizer.eps)
     root.masked_fill_(root == 0, 1)  # eps = 0, and there has been no gradient
     change = (moment1 / (1 - optimizer.beta1**step)).div_(root).add_(weights, alpha=optimizer.weight_decay)
     weights.sub_(change.mul_(touched), alpha=optimizer.learning_rate)
+
+
+def _runs(layout: TTLayout, steps: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Neighbouring tables that are at the same step: its number, and where their cores are in the flat buffer."""
+    first = 0
+    for step, run in itertools.groupby(zip(layout.specs, steps), key=lambda table: table[1]):
+        end = first + sum(spec.num_parameters for spec, _ in run)
+        yield step, slice(first, end)
+        first = end
 
 
 def touched_slices(layout: TTLayout, row_keys: Tensor) -> Tensor:

@@ -36,14 +36,19 @@ def is_reduced(dtype: torch.dtype) -> bool:
     return dtype in _REDUCED
 
 
-def rounding_seed(seed: int, step: int) -> int:
-    """The seed of one step.
+def rounding_seed(seed: int) -> int:
+    """The seed of step 0, for `seed_of_step`; ``seed`` is the module's."""
+    return seed * 0x9E3779 % _SEEDS
+
+
+def seed_of_step(first: int, step: int) -> int:
+    """The seed of one step of a table; those of 2^24 steps differ.
 
     Args:
-        seed: of the module.
-        step: number of the step; the seeds of 2^24 steps differ.
+        first: of step 0, as `rounding_seed` makes it, or `TO_NEAREST`, which stays so.
+        step: number of the step.
     """
-    return (seed * 0x9E3779 % _SEEDS + step) % _SEEDS
+    return TO_NEAREST if first == TO_NEAREST else (first + step) % _SEEDS
 
 
 def random_bits(seed: int, elements: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
 from flowtt_torchrec.optimizers import ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
 from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
-from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights
+from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights, seed_of_step
 
 
 def flow_plan(
@@ -157,7 +157,7 @@ def pooled_backward_update(
     per_sample_weights: Tensor | None = None,
     pooling_mode: PoolingMode = PoolingMode.SUM,
     per_sample_weights_grad: bool = False,
-    step: int = 0,
+    steps: Tensor | None = None,
     rounding_seed: int = TO_NEAREST,
 ) -> Tensor:
     """`pooled_backward`, then one step of a fused optimizer on ``weights`` and both momenta in place.
@@ -166,8 +166,9 @@ def pooled_backward_update(
         momentum1: the optimizer's state as `flowtt_torchrec.optimizers.init_state` makes it, none for SGD.
         momentum2: the average of squared gradients, for Adam only.
         optimizer: see `flowtt_torchrec.optimizers` for the formulas.
-        step: number of this step, from 1; read by Adam.
-        rounding_seed: how what is narrower than float32 is rounded; see `flowtt_torchrec.precision.round_weights`.
+        steps: int64 ``[num_tables]`` on the CPU, number of this step of each table, from 1; needed by Adam.
+        rounding_seed: how what is narrower than float32 is rounded in step 0, from which that of this step follows;
+            see `flowtt_torchrec.precision.seed_of_step`.
 
     Returns:
         The gradient of ``per_sample_weights``, taken before the step, or ``[0]`` where not asked for.
@@ -182,6 +183,8 @@ def pooled_backward_update(
     first = [] if momentum1 is None else views_of_first(momentum1)
     second = [] if momentum2 is None else layout.core_views(momentum2)
     for table, spec in enumerate(layout.specs):
+        step = 0 if steps is None else int(steps[table])
+        table_seed = seed_of_step(rounding_seed, step)
         for k in range(spec.num_cores):
             touched = row_digits[row_tables == table, k].unique()
             core, grad = cores[table][k], grads[table][k][touched]
@@ -204,7 +207,7 @@ def pooled_backward_update(
                 root = m[touched].sqrt() + optimizer.eps
                 change = grad / (root[:, None, None, None] if optimizer.kind == ROWWISE_ADAGRAD else root)
             slices = slices - optimizer.learning_rate * change
-            core[touched] = round_weights(slices, core.dtype, rounding_seed, elements[table][k][touched])
+            core[touched] = round_weights(slices, core.dtype, table_seed, elements[table][k][touched])
     return grad_per_sample_weights
 
 

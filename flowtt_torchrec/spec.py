@@ -215,6 +215,20 @@ class TTSpec:
         object.__setattr__(narrowed, "q", (columns // self.column_step, *self.q[1:]))
         return narrowed
 
+    def with_rows(self, num_embeddings: int) -> TTSpec:
+        """Shape of the same tensor train with rows added at its end: only the first factor of ``p`` grows, if need be.
+
+        A checkpoint of this table loads into that one.
+
+        Raises:
+            ValueError: if that are fewer rows than there are.
+        """
+        num_embeddings = whole_number("num_embeddings", num_embeddings)
+        if num_embeddings < self.num_embeddings:
+            raise ValueError(f"a table of {self.num_embeddings:,} rows cannot be cut to {num_embeddings:,}")
+        first = max(self.p[0], -(-num_embeddings // math.prod(self.p[1:])))
+        return TTSpec(num_embeddings, self.embedding_dim, (first, *self.p[1:]), self.q, self.ranks)
+
     def check_table(self, name: str, num_embeddings: int, embedding_dim: int) -> None:
         """Raises ``ValueError`` naming the table unless the spec is for a table of that size."""
         if (self.num_embeddings, self.embedding_dim) != (num_embeddings, embedding_dim):

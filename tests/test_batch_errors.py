@@ -141,13 +141,14 @@ def test_a_failed_batch_changes_nothing(backend, fault, waves, deterministic):
                 grads = compiled.pooled_backward(grad_output, weights, *args, factors, pooling, True)
                 assert not grads[0].any()
                 assert not grads[1].any()
+            steps = torch.ones(layout.num_tables, dtype=torch.int64)
             for kind in KINDS:
                 state = init_state(layout, kind)
                 before = [t.clone() for t in (weights, *state.values())]
                 moments = state.get(MOMENTUM1), state.get(MOMENTUM2)
                 optimizer = OptimizerSpec(kind, 0.1, 1e-3, weight_decay=0.1)
                 compiled.pooled_backward_update(
-                    grad_output, weights, *moments, *args, optimizer, factors, PoolingMode.SUM, True, 1
+                    grad_output, weights, *moments, *args, optimizer, factors, PoolingMode.SUM, True, steps
                 )
                 assert all(torch.equal(a, b) for a, b in zip(before, (weights, *state.values())))
     finally:

@@ -192,7 +192,7 @@ def opcheck_arguments():
             0.01,
             0.9,
             0.99,
-            2,
+            torch.tensor([2, 3]),
             -1,
         )
         for number, momenta, f in (

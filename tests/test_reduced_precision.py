@@ -24,7 +24,7 @@ from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec, apply_gradient, init_state
 from flowtt_torchrec.plan import PoolingMode
-from flowtt_torchrec.precision import TO_NEAREST, random_bits, round_stochastically, rounding_seed
+from flowtt_torchrec.precision import TO_NEAREST, random_bits, round_stochastically, rounding_seed, seed_of_step
 from flowtt_torchrec.spec import TTSpec
 
 reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -90,9 +90,10 @@ def test_fused_step_is_the_definition(dtype, kind, stochastic):
     """Results may differ where values before rounding do, in the last bit of float32: then by one step, and rarely."""
     layout = mixed_layout()
     optimizer = OptimizerSpec(kind, 0.05, 1e-3, weight_decay=0.1, stochastic_rounding=stochastic)
-    results = []
+    results, before = [], torch.arange(layout.num_tables)  # steps of each table
     for backend in BACKENDS:
         weights, state = random_weights(layout, dtype).requires_grad_(), init_state(layout, kind, dtype=dtype)
+        state["step"].copy_(before)
         for step in range(3):
             indices, offsets = random_batch(layout, batch_size=9, seed=step)
             grad_output = torch.randn(9, layout.total_dim, generator=torch.Generator().manual_seed(step))
@@ -100,7 +101,7 @@ def test_fused_step_is_the_definition(dtype, kind, stochastic):
                 ops.fused_lookup(
                     weights, layout, indices, offsets, optimizer=optimizer, state=state, seed=5
                 ).backward(grad_output)  # fmt: skip
-        assert state["step"].tolist() == [3] * layout.num_tables
+        assert torch.equal(state["step"], before + 3)
         results.append((weights.detach(), state))
     (expected, expected_state), (actual, actual_state) = results
     assert actual.dtype == dtype
@@ -126,6 +127,7 @@ def test_rounding_has_the_bits_of_the_definition(dtype, instructions, monkeypatc
     offsets = torch.cat([torch.arange(1001), torch.arange(1001, 1021), torch.full((980,), 1020)])
     grad_output = torch.randint(-2, 3, (1000, layout.total_dim), generator=generator).float()
     optimizer, state = OptimizerSpec("sgd", 2.0**-12), init_state(layout, "sgd", dtype=dtype)
+    state["step"].copy_(torch.tensor([0, 2**24]))
     weights = start.clone().requires_grad_()
     with ops.use_backend("native"):
         plan = ops.flow_plan(layout, indices, offsets)
@@ -135,7 +137,10 @@ def test_rounding_has_the_bits_of_the_definition(dtype, instructions, monkeypatc
     values = start.float() - 2.0**-12 * gradient
     assert (values != values.to(dtype).float()).double().mean() > 0.5
     assert dtype == torch.bfloat16 or (values.abs() < 2.0**-14).sum() > 200
-    random = random_bits(rounding_seed(11, 1), torch.arange(layout.num_parameters))
+    elements = torch.arange(layout.num_parameters).split([spec.num_parameters for spec in layout.specs])
+    seeds = [seed_of_step(rounding_seed(11), step) for step in (1, 2**24 + 1)]
+    assert seeds[0] == seeds[1] < 2**24
+    random = torch.cat([random_bits(seed, of_table) for seed, of_table in zip(seeds, elements)])
     assert torch.equal(weights.detach(), round_stochastically(values, dtype, random))
 
 
@@ -172,6 +177,7 @@ def test_a_step_from_a_summed_gradient(dtype, kind):
     together = random_weights(among, dtype)
     together[own] = weights
     states = [init_state(layout, kind, dtype=dtype) for layout in (alone, among)]
+    states[1]["step"].copy_(torch.tensor([9, 0, 4]))  # of tables that began earlier
     wide, wide_state = weights.float(), init_state(alone, kind)
     for step in range(3):
         gradient = torch.randn(alone.num_parameters, generator=torch.Generator().manual_seed(step))
@@ -192,7 +198,7 @@ def test_a_step_to_nearest(dtype):
     weights, gradient = random_weights(layout, dtype), torch.randn(layout.num_parameters)
     expected = (weights.float() - 0.1 * gradient).to(dtype)
     optimizer = OptimizerSpec("sgd", 0.1, stochastic_rounding=False)
-    assert optimizer.rounding_seed(dtype, 1, 1) == TO_NEAREST
+    assert optimizer.rounding_seed(dtype, 1) == TO_NEAREST
     apply_gradient(layout, optimizer, weights, init_state(layout, "sgd", dtype=dtype), gradient)
     assert torch.equal(weights, expected)
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/weights.h"
@@ -17,11 +19,11 @@ class GradientSink {
   // Writes gradients to `grad_weights` [num_parameters].
   explicit GradientSink(T* grad_weights) : grad_weights_(grad_weights) {}
 
-  // Updates `weights` [num_parameters]; what is stored in 16 bits is rounded as NarrowKernels say. Momenta that the
-  // optimizer has are [num_parameters], but [num_slices] for row-wise Adagrad; others are null.
-  GradientSink(const Kernels<T>& kernels, const UpdateRule<T>& rule, const MutableWeights<T>& weights, T* momentum1,
-               T* momentum2)
-      : kernels_(&kernels), rule_(rule), weights_(weights), momentum1_(momentum1), momentum2_(momentum2) {}
+  // Updates `weights` [num_parameters], each table by its rule; what is stored in 16 bits is rounded as NarrowKernels
+  // say. Momenta that the optimizer has are [num_parameters], but [num_slices] for row-wise Adagrad; others are null.
+  GradientSink(const Kernels<T>& kernels, std::vector<UpdateRule<T>> rules, const MutableWeights<T>& weights,
+               T* momentum1, T* momentum2)
+      : kernels_(&kernels), rules_(std::move(rules)), weights_(weights), momentum1_(momentum1), momentum2_(momentum2) {}
 
   // `gradient` is [r_{k-1}, q_k, r_k] as the slice itself.
   void take(const Table& table, int core, int64_t slice, const T* gradient) const {
@@ -31,10 +33,11 @@ class GradientSink {
       std::copy(gradient, gradient + size, grad_weights_ + at);
       return;
     }
-    const bool row_wise = rule_.optimizer == Optimizer::kRowwiseAdagrad;
+    const UpdateRule<T>& rule = rules_[static_cast<size_t>(table.number)];
+    const bool row_wise = rule.optimizer == Optimizer::kRowwiseAdagrad;
     const int64_t of_momentum1 = row_wise ? table.slice_offset[core] + slice : at;
-    weights_.change(at, size, [&](T* w) {
-      kernels_->update(rule_, size, gradient, w, offset(momentum1_, of_momentum1), offset(momentum2_, at));
+    weights_.change(at, size, rule.rounding_seed, [&](T* w) {
+      kernels_->update(rule, size, gradient, w, offset(momentum1_, of_momentum1), offset(momentum2_, at));
     });
   }
 
@@ -43,7 +46,7 @@ class GradientSink {
 
   T* grad_weights_ = nullptr;
   const Kernels<T>* kernels_ = nullptr;
-  UpdateRule<T> rule_{};
+  std::vector<UpdateRule<T>> rules_;
   MutableWeights<T> weights_;
   T* momentum1_ = nullptr;
   T* momentum2_ = nullptr;

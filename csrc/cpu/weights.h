@@ -64,12 +64,11 @@ class MutableWeights {
  public:
   MutableWeights() = default;
   explicit MutableWeights(T* data) : data_(data) {}
-  MutableWeights(uint16_t* data, const NarrowKernels<T>& kernels, int64_t rounding_seed)
-      : narrow_data_(data), narrow_(&kernels), rounding_seed_(rounding_seed) {}
+  MutableWeights(uint16_t* data, const NarrowKernels<T>& kernels) : narrow_data_(data), narrow_(&kernels) {}
 
   // Calls body(T* elements) with the elements [at, at + n), to be changed.
   template <class Body>
-  void change(int64_t at, int64_t n, const Body& body) const {
+  void change(int64_t at, int64_t n, int64_t rounding_seed, const Body& body) const {
     if (narrow_ == nullptr) return body(data_ + at);
     constexpr int64_t kSmall = 1024;
     alignas(kAlignment) T small[kSmall];
@@ -77,14 +76,13 @@ class MutableWeights {
     T* wide = n > kSmall ? large.data() : small;
     narrow_->widen(n, narrow_data_ + at, wide);
     body(wide);
-    narrow_->narrow(n, wide, rounding_seed_, at, narrow_data_ + at);
+    narrow_->narrow(n, wide, rounding_seed, at, narrow_data_ + at);
   }
 
  private:
   T* data_ = nullptr;
   uint16_t* narrow_data_ = nullptr;
   const NarrowKernels<T>* narrow_ = nullptr;
-  int64_t rounding_seed_ = 0;
 };
 
 }  // namespace flowtt::cpu

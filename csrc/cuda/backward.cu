@@ -150,11 +150,14 @@ void step(const Backward<Element>& backward, const Sum& sum, const Update& updat
   check(FLOWTT_LAUNCH(mark_touched, blocks_for(backward.batch.num_lookups), kThreads, 0, stream, backward.batch,
                       backward.plan, touched),
         "mark_touched");
+  auto* const rules =
+      allocate<UpdateRule<float>>(backward.context, "update rules", static_cast<int64_t>(update.rules.size()));
+  static_assert(sizeof *rules % 4 == 0, "copied in words");
+  write(update.rules.data(), update.rules.size() * sizeof *rules, rules, backward.context);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(setting.num_slices, 8 * multiprocessors()));
   const auto kernel = update_slices<Element, Sum>;
   check(FLOWTT_LAUNCH(kernel, grid, kThreads, update_shared_bytes(), stream, backward.batch, touched,
-                      setting.num_slices, sum, update.rule, Rounding{update.rounding_seed}, backward.weights,
-                      update.momentum1, update.momentum2),
+                      setting.num_slices, sum, rules, backward.weights, update.momentum1, update.momentum2),
         "update_slices");
 }
 

@@ -68,9 +68,8 @@ struct BackwardTargets {
 };
 
 struct Update {
-  UpdateRule<float> rule;
-  float *momentum1, *momentum2;  // of each parameter, the first of each slice for row-wise Adagrad; or null
-  int64_t rounding_seed;         // of 16-bit weights in this step; -1: to the nearest
+  std::vector<UpdateRule<float>> rules;  // of each table
+  float *momentum1, *momentum2;          // of each parameter, the first of each slice for row-wise Adagrad; or null
 };
 
 // Groups the lookups of `indices` [num_lookups]. Of a batch that cannot be taken the device makes a plan without rows,

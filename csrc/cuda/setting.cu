@@ -32,6 +32,8 @@ size_t shared_bytes(const SharedSizes& sizes, int element_bytes, Direction direc
                                           : backward_shared_bytes(sizes, element_bytes);
 }
 
+}  // namespace
+
 void write(const void* data, size_t bytes, void* to, const Context& context) {
   constexpr size_t kPiece = sizeof(DescriptorPiece);
   for (size_t begin = 0; begin < bytes; begin += kPiece) {
@@ -43,8 +45,6 @@ void write(const void* data, size_t bytes, void* to, const Context& context) {
           "write_descriptors");
   }
 }
-
-}  // namespace
 
 Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Direction direction, size_t limit) {
   Setting setting{};

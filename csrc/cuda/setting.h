@@ -54,6 +54,9 @@ struct Setting {
 
 Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Direction direction, size_t limit);
 
+// To device memory, as kernel arguments; whole words.
+void write(const void* data, size_t bytes, void* to, const Context& context);
+
 // Descriptors on the device, and the rest of what kernels know of a batch.
 DeviceBatch upload(const HostBatch& batch, const std::vector<DeviceTable>& tables, const Context& context);
 

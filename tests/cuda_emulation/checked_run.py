@@ -95,7 +95,7 @@ def compare_rounding(layout, indices, offsets, dtype, kind, seed):
         weights, state = random_weights(layout, dtype), init_state(layout, kind, dtype=dtype)
         ops.BACKENDS[backend].pooled_backward_update(
             grad_output, weights, state.get(MOMENTUM1), state.get(MOMENTUM2), layout, offsets, plan,
-            OptimizerSpec(kind, 0.1, 1e-3), step=1, rounding_seed=seed,
+            OptimizerSpec(kind, 0.1, 1e-3), steps=torch.arange(layout.num_tables) + 1, rounding_seed=seed,
         )  # fmt: skip
         results.append(weights)
     assert not torch.equal(results[0], random_weights(layout, dtype))

@@ -139,17 +139,3 @@ def without_steps_of_one_table(rank: int, world_size: int, folder: Path) -> None
 
 def test_a_missing_number_of_steps_is_that_of_the_others(one_rank: Callable[..., Any], tmp_path: Path) -> None:
     one_rank(without_steps_of_one_table, tmp_path)
-
-
-def two_counts(rank: int, world_size: int) -> None:
-    model, optimizers = build("table-wise", world_size)
-    train(model, optimizers, range(2))
-    state = optimizers.state_dict()
-    state["state"]["ebc.embedding_bags.c.tt_core0"]["c.tt_core0.step"].fill_(7)
-    optimizers.load_state_dict(state)
-    train(model, optimizers, range(1))
-
-
-def test_tables_of_one_group_must_have_made_as_many_steps(one_rank: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"tables 'a' and 'c' are stepped together.*made 2 and 7 steps"):
-        one_rank(two_counts)

@@ -18,7 +18,7 @@ enum class PoolingMode : int64_t { kSum = 0, kMean = 1 };
 
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
-// One step of a fused optimizer, for each element of a slice with gradient g:
+// One step of a fused optimizer on one table, for each element of a slice with gradient g:
 //   g += weight_decay * w;  momentum1 += g^2 (Adagrad), or += mean over the slice of g^2 (row-wise Adagrad);
 //   w -= learning_rate * g / (sqrt(momentum1) + eps), for SGD w -= learning_rate * g.
 // Adam, without the first line:
@@ -30,6 +30,7 @@ struct UpdateRule {
   T learning_rate, eps, weight_decay;
   T beta1, beta2;
   T correction1, correction2;  // 1 - beta^step
+  int64_t rounding_seed;       // of what is stored in 16 bits, in this step; -1: to the nearest
 };
 
 // A plan as the kernels read it. N lookups, U distinct rows, P flows.

@@ -30,6 +30,8 @@ FLOWTT_ROUNDING float float_of(uint32_t bits) {
   return x;
 }
 
+constexpr int64_t kRoundingSeeds = int64_t{1} << 24;  // different ones, as flowtt_torchrec/precision.py has them
+
 // A step of splitmix64 makes 16 random bits for each of four neighbouring elements of the weights, the first's lowest.
 constexpr uint64_t kRandomElements = 4;
 FLOWTT_ROUNDING uint64_t random_word(uint64_t seed, uint64_t word) {

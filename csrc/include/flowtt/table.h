@@ -36,6 +36,7 @@ constexpr int bits_for(int64_t p) {
 // from the last to the first, then digit 0, then the last digit. Hence rows of one prefix are neighbours in key order,
 // and so are prefixes that share the slice of core `owner()`, the last but one.
 struct Table {
+  int number;  // among the tables of a call
   int num_cores;
   int64_t num_embeddings;
   int64_t dim;
@@ -60,8 +61,9 @@ struct Table {
   int64_t flow_key(int64_t key) const { return key >> digit_shift[0]; }
 };
 
-inline Table read_table(const int64_t* columns) {
+inline Table read_table(int number, const int64_t* columns) {
   Table table{};
+  table.number = number;
   table.num_cores = static_cast<int>(columns[kNumCores]);
   table.num_embeddings = columns[kNumEmbeddings];
   table.dim = columns[kEmbeddingDim];

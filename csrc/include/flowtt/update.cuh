@@ -28,14 +28,16 @@ constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + 
 // One step on every touched slice, a block a slice.
 template <class Element, class Sum>
 __global__ void __launch_bounds__(kThreads)
-    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients, UpdateRule<float> rule,
-                  Rounding rounding, Element* weights, float* momentum1, float* momentum2) {
+    update_slices(DeviceBatch batch, const uint8_t* touched, int64_t num_slices, Sum gradients,
+                  const UpdateRule<float>* rules, Element* weights, float* momentum1, float* momentum2) {
   FLOWTT_DYNAMIC_SHARED(raw);
   float* const sums = shared_array<float>(raw, 0, kThreads / 32);
   for (int64_t slice = blockIdx.x; slice < num_slices; slice += gridDim.x) {
     if (touched[slice] == 0) continue;  // uniform
-    const DeviceTable& table =
-        batch.tables[last_where(batch.num_tables, [&](int i) { return batch.tables[i].slice_offset[0] <= slice; })];
+    const int number = last_where(batch.num_tables, [&](int i) { return batch.tables[i].slice_offset[0] <= slice; });
+    const DeviceTable& table = batch.tables[number];
+    const UpdateRule<float> rule = rules[number];
+    const Rounding rounding{rule.rounding_seed};
     int core = table.num_cores - 1;
     while (table.slice_offset[core] > slice) --core;
     const int size = table.slice_size[core];

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from flowtt_torchrec.distributed.checkpoint.names import (
 )
 from flowtt_torchrec.distributed.checkpoint.safe_reading import SafeLoadPlanner, SafeReader, read_metadata
 from flowtt_torchrec.distributed.tables import name_tables
+from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
 
 Path = tuple[str, ...]
@@ -77,6 +78,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     compress_dense: bool = False,
     allow_missing_state: bool = False,
+    allow_missing: Collection[str] = (),
 ) -> None:
     """``torch.distributed.checkpoint.load`` that knows tensor trains, and state of tables that were placed otherwise.
 
@@ -84,6 +86,10 @@ def load(
     accumulators of Adagrad and Adam are read under the names that they had. The number of steps, which a dense Adagrad
     keeps beside them and a fused one does not, is then that of another parameter of the checkpoint. Everything else is
     as in ``torch.distributed.checkpoint.load``: all ranks call it together, and tensors are read in place.
+
+    A tensor train may have more rows here than in the checkpoint, the last ones being new, if its spec differs in the
+    first factor of ``p`` at most (`TTSpec.with_rows`): the rows that it had then come back to the bit, slices of the
+    first core that are new stay as they are in ``state_dict``, and a warning says which rows are new.
 
     Args:
         state_dict: nested state dict of model and optimizers, without ``param_groups`` (TorchRec leaves them out unless
@@ -97,11 +103,13 @@ def load(
             of rows (`streaming.compress_rows`). All ranks get equal bits. Accumulators of such a table stay as they are
             in ``state_dict``, with a warning: for a fresh model, a fresh start.
         allow_missing_state: leaves optimizer state of tables as it is where the checkpoint has none, with a warning.
+        allow_missing: names of tables that stay as they are, with their optimizer state, if the checkpoint has no such
+            table, with a warning: tables added to a trained model, or renamed.
 
     Raises:
-        ValueError: naming the table, on all ranks alike, if it is another tensor train in the checkpoint, or dense in
-            one of the two. Also if its state is of another optimizer: row-wise Adagrad has one accumulator a slice,
-            Adagrad one an element, Adam two.
+        ValueError: naming the table, on all ranks alike, if it is another tensor train in the checkpoint, dense in one
+            of the two, or not in it. Also if its state is of another optimizer: row-wise Adagrad has one accumulator a
+            slice, Adagrad one an element, Adam two.
         CheckpointException: as ``torch.distributed.checkpoint.load``.
     """
     if storage_reader is None:
@@ -114,13 +122,15 @@ def load(
     leaves = list(_leaves(state_dict))
     tables = _of_all_ranks(_asked_for(leaves), process_group)
     saved = saved_tables({name: value.size for name, value in stored.items() if hasattr(value, "size")})
-    _check_tables(tables, saved, stored, storage_reader, process_group)
+    missing = _missing(tables, stored, allow_missing)
+    grown = _check_tables(tables, saved, stored, storage_reader, process_group)
     to_compress = _to_compress(tables, saved, stored, compress_dense)
     dense = {bag: tables.trains[bag].spec(split_bag(bag)) for bag in to_compress}
     compressed = _compress(dense, storage_reader, process_group)
     new = {split_bag(bag) for bag in dense}
 
     request: dict[str, Any] = {}
+    in_place: set[str] = set()
     steps: list[tuple[Tensor, str]] = []
     left: set[str] = set()
     for leaf in leaves:
@@ -129,7 +139,10 @@ def load(
             if leaf.name in compressed:
                 leaf.value.copy_(compressed[leaf.name])
             continue
-        value = leaf.value
+        table = table_of_state(leaf.name)
+        if (table if parts is None else parts[1]) in missing:
+            continue
+        value = _part_that_was(leaf, grown)
         _check_not_adams(leaf, stored)
         if leaf.name not in stored and len(leaf.path) > 1:
             leaf.read_as = _other_name(leaf)
@@ -137,7 +150,6 @@ def load(
             if source is not None:
                 steps.append((value, source))
                 continue
-            table = table_of_state(leaf.name)
             if name_of(leaf.read_as) not in stored and table is not None and (allow_missing_state or table in new):
                 left.add(table)
                 continue
@@ -146,6 +158,10 @@ def load(
             if leaf.read_as != leaf.path:
                 _check_shape(leaf, value, stored.get(name_of(leaf.read_as)))
         request[name_of(leaf.read_as)] = value
+        if value is not leaf.value:
+            in_place.add(name_of(leaf.read_as))
+    if missing:
+        logger.warning("the checkpoint has no %s, which stays as it is", name_tables(sorted(missing)))
     if left:
         logger.warning("the checkpoint has no optimizer state for %s, which stays as it is", name_tables(sorted(left)))
     for value, source in steps:
@@ -153,7 +169,7 @@ def load(
     dcp.load(request, storage_reader=storage_reader, planner=SafeLoadPlanner(), process_group=process_group)
     for leaf in leaves:
         key = name_of(leaf.read_as)
-        if key in request:
+        if key in request and key not in in_place:
             leaf.holder[leaf.path[-1]] = request[key]
     for value, source in steps:
         value.copy_(request[source])
@@ -189,8 +205,13 @@ def _check_tables(
     stored: Mapping[str, Any],
     storage_reader: dcp.StorageReader,
     process_group: dist.ProcessGroup | None,
-) -> None:
-    """Compares the tensor trains of all ranks with the checkpoint's, so that all ranks fail or none."""
+) -> dict[str, int]:
+    """Compares the tensor trains of all ranks with the checkpoint's, so that all ranks fail or none.
+
+    Returns:
+        Of each table that has more rows here, by name, the first factor of ``p`` that it has in the checkpoint.
+    """
+    grown: dict[str, int] = {}
     rows = {bag + ROWS: torch.zeros((), dtype=torch.int64) for bag in sorted(saved) if bag + ROWS in stored}
     if rows:
         dcp.load(rows, storage_reader=storage_reader, process_group=process_group)
@@ -198,12 +219,49 @@ def _check_tables(
         if bag + ROWS in rows:
             table.rows = int(rows[bag + ROWS])
         if bag in tables.trains:
-            check_saved(split_bag(bag), table, tables.trains[bag], "the checkpoint")
+            name, here = split_bag(bag), tables.trains[bag]
+            if not table.grows_to(here):
+                check_saved(name, table, here, "the checkpoint")
+                continue
+            grown[name] = table.shapes[0][0]
+            logger.warning(
+                "table %r has %d rows in the checkpoint, %d here: the last are new", name, table.rows, here.rows
+            )
         elif bag in tables.dense and bag + WEIGHT not in stored:
             raise ValueError(
                 f"table {split_bag(bag)!r} is dense here, but a tensor train in the checkpoint: {table}. Give the "
                 "sharder its spec, or make it dense with python -m flowtt_torchrec export"
             )
+    return grown
+
+
+def _missing(tables: _Tables, stored: Mapping[str, Any], allowed: Collection[str]) -> set[str]:
+    """Names of the tables that the checkpoint does not have, if those may be missing."""
+    bags = sorted({*tables.trains, *tables.dense})
+    names = {split_bag(bag) for bag in bags}
+    for name in allowed:
+        if name not in names:
+            raise ValueError(
+                f"allow_missing names a table {name!r}, which the model does not have{did_you_mean(name, names)}"
+            )
+    known = {parts[0] for parts in map(split_parameter, stored) if parts is not None}
+    missing = {split_bag(bag) for bag in bags if bag not in known}
+    refused = sorted(missing - set(allowed))
+    if refused:
+        saved = {split_bag(bag) for bag in known}
+        raise ValueError(
+            f"the checkpoint has no {name_tables(refused)}; with allow_missing={refused} what is new stays as it is"
+            f"{did_you_mean(refused[0], saved)}"
+        )
+    return missing
+
+
+def _part_that_was(leaf: _Leaf, grown: Mapping[str, int]) -> Any:
+    """The part of a value that the checkpoint has: of a grown table's first core, and its state, the first slices."""
+    parts = split_parameter(leaf.name) or (split_parameter(leaf.path[-2]) if len(leaf.path) > 1 else None)
+    if parts is None or parts[1] not in grown or parts[2] != core_name(0) or leaf.value.dim() == 0:
+        return leaf.value
+    return leaf.value.detach().narrow(0, 0, grown[parts[1]])
 
 
 def _to_compress(
@@ -281,9 +339,11 @@ def _check_not_adams(leaf: _Leaf, stored: Mapping[str, Any]) -> None:
 
 
 def _a_step_like(leaf: _Leaf, stored: Mapping[str, Any]) -> str | None:
-    """The number of steps of another parameter, where the checkpoint has none of this one."""
-    prefix = _fused_prefix(leaf.path)
+    """The number of steps of another parameter, where the checkpoint has this one's state but not its number."""
+    prefix, own = _fused_prefix(leaf.path), name_of(leaf.path[:-1]) + "."
     if prefix is None or leaf.path[-1] not in (STEP, prefix + STEP) or name_of(leaf.read_as) in stored:
+        return None
+    if not any(key.startswith(own) for key in stored):
         return None
     beginning = name_of(leaf.path[:-2]) + "."
     return min((key for key in stored if key.startswith(beginning) and key.endswith(f".{STEP}")), default=None)

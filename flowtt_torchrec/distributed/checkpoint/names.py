@@ -47,6 +47,18 @@ class SavedTable:
             self.rows is None or other.rows is None or self.rows == other.rows
         )
 
+    def grows_to(self, other: SavedTable) -> bool:
+        """Whether the other is this table with rows added at its end: all shapes agree but the first factor of p."""
+        if self.rows is None or other.rows is None or not (self._is_train() and other._is_train()):
+            return False
+        mine, others = self.ordered_shapes(), other.ordered_shapes()
+        return (
+            self.rows < other.rows
+            and mine[1:] == others[1:]
+            and mine[0][1:] == others[0][1:]
+            and mine[0][0] <= others[0][0]
+        )
+
     def spec(self, name: str) -> TTSpec:
         """Raises ``ValueError`` naming the table unless the cores are all there and the number of rows is known."""
         if self.rows is None:
