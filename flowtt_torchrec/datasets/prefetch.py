@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 from torchrec.datasets.utils import Batch
 
@@ -26,6 +27,7 @@ class Prefetcher(Iterator[Batch]):
 
     def __init__(self, batches: Iterator[Batch], ahead: int, pin_memory: bool = False) -> None:
         self.waited = 0.0
+        self._next: list[Batch] = []
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._make, args=(batches, pin_memory), name="batches", daemon=True)
@@ -51,6 +53,8 @@ class Prefetcher(Iterator[Batch]):
         return False
 
     def __next__(self) -> Batch:
+        if self._next:
+            return self._next.pop()
         if self._stopped.is_set():
             raise StopIteration
         started = time.perf_counter()
@@ -60,6 +64,12 @@ class Prefetcher(Iterator[Batch]):
             self.close()
             raise item
         return item
+
+    def at_end(self) -> bool:
+        """Whether there are no more batches; waits for the next one to know."""
+        if not self._next:
+            self._next.extend(islice(self, 1))
+        return not self._next
 
     def close(self) -> None:
         """Ends the thread; there are no more batches."""

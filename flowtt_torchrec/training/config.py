@@ -222,13 +222,15 @@ class TrainingConfig:
     log_every: int = 50
     stop_on_nonfinite: bool = True
     """Stop when a loss, a weight or a prediction is not a finite number. Such a model is not saved in either case."""
+    prefetch_batches: int = 2
+    """Batches that a thread makes ahead of the step."""
     profile_steps: int = 8
     """Steps that are profiled for the breakdown at the end; 0 turns it off."""
     allow_tf32: bool = False
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "test_batch_size", "limit_train_batches", "limit_val_batches")
-        _at_least(self, 1, "validation_freq_within_epoch", "threads", "log_every", "epochs")
+        _at_least(self, 1, "validation_freq_within_epoch", "threads", "log_every", "epochs", "prefetch_batches")
         _at_least(self, 0, "profile_steps")
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.datasets import ClickDataset
+from flowtt_torchrec.datasets.prefetch import Prefetcher
 from flowtt_torchrec.training.config import CheckpointConfig, TrainingConfig
 from flowtt_torchrec.training.console import Console, show, show_scores
 from flowtt_torchrec.training.divergence import FirstNonFiniteLoss, non_finite_tensor
@@ -107,7 +107,7 @@ class Trainer:
         self.profiler = StepProfiler(config.profile_steps if runtime.is_main else 0, cuda=runtime.device.type == "cuda")
         self.position = Position()
         self.history = History()
-        self.seconds = {"training": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
+        self.seconds = {"training": 0.0, "waiting for data": 0.0, "evaluation": 0.0, "checkpoints": 0.0}
         self.rows = 0
 
     @property
@@ -151,22 +151,28 @@ class Trainer:
                     self._checkpoint()
         finally:
             self._console.stop_progress()
+            batches.close()
+            self.seconds["waiting for data"] += batches.waited
         if self.position.rows == 0:
             raise UserError("there is not one training batch: the data has fewer rows than the job has ranks")
 
-    def _batches(self, epoch: int, start: int, done: int) -> _Ahead:
+    def _batches(self, epoch: int, start: int, done: int) -> Prefetcher:
         """This rank's batches of an epoch after the first ``start``, of which ``done`` were trained on."""
         batches = self._train_data.batches("train", epoch, start)
         if self._config.drop_last_training_batch:  # each file may end with one
             full = self._train_data.sharding.batch_size
             batches = (batch for batch in batches if len(batch.labels) == full)
         limit = self._config.limit_train_batches
-        return _Ahead(batches if limit is None else islice(batches, max(limit - done, 0)))
+        return Prefetcher(
+            batches if limit is None else islice(batches, max(limit - done, 0)),
+            self._config.prefetch_batches,
+            pin_memory=self._runtime.device.type == "cuda",
+        )
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.position.step % every == 0
 
-    def _train_stretch(self, batches: _Ahead) -> bool:
+    def _train_stretch(self, batches: Prefetcher) -> bool:
         """Trains up to the next step at which something else is due; returns whether there are more batches."""
         limits = [self._config.validation_freq_within_epoch]
         if self._checkpointing:
@@ -274,22 +280,6 @@ class Trainer:
         for name, value in scores.items():
             if value is not None:
                 self._log(f"{split}/{name}", value, self.position.step)
-
-
-class _Ahead(Iterator[Batch]):
-    """Batches of which one can be read ahead, to know whether it was the last."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._ahead: list[Batch] = []
-
-    def __next__(self) -> Batch:
-        return self._ahead.pop() if self._ahead else next(self._batches)
-
-    def at_end(self) -> bool:
-        if not self._ahead:
-            self._ahead.extend(islice(self._batches, 1))
-        return not self._ahead
 
 
 def evaluate(model: torch.nn.Module, dataset: ClickDataset, device: torch.device, limit: int | None = None) -> Scores:

@@ -125,4 +125,9 @@ def show_metrics(console: Console, report: dict[str, Any]) -> None:
     memory = f"peak memory a process {show_bytes(max(peak['rss'] for peak in peaks))}"
     if "cuda" in peaks[0]:
         memory += f", of a GPU {show_bytes(max(peak['cuda'] for peak in peaks))}"
-    console.say(f"{'-' if speed is None else f'{speed:,.0f}'} samples/s in training, {memory}")
+    seconds = report["seconds"]
+    waiting = seconds["waiting for data"] / seconds["training"] if seconds["training"] else 0.0
+    console.say(
+        f"{'-' if speed is None else f'{speed:,.0f}'} samples/s in training, {waiting:.1%} of it waiting for data, "
+        f"{memory}"
+    )

@@ -438,4 +438,7 @@ def test_batches_are_made_ahead_and_errors_come_out_where_they_are_asked_for() -
     assert next(stopped) == 0
     stopped.close()
     assert len(made) <= 4
-    assert list(Prefetcher(iter([1, 2]), ahead=3)) == [1, 2]
+    last: Any = Prefetcher(iter([1, 2]), ahead=3)
+    assert not last.at_end()
+    assert list(last) == [1, 2]
+    assert last.at_end()

@@ -53,7 +53,7 @@ class PreparedClicks(ClickDataset):
         path: the folder.
         sharding: batch size, rank and number of ranks.
         num_embeddings: rows of the tables, one number for all or one a table, for folders without a manifest, whose ids
-            are taken modulo these; must be none for others.
+            are taken modulo these. A manifest says how large its tables are; another wish is noted, and has no effect.
         shuffle: whether training rows are shuffled.
         seed: of the shuffle.
 
@@ -78,8 +78,6 @@ class PreparedClicks(ClickDataset):
         self._modulo: NDArray[np.int64] | None = None
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
         if manifest is not None:
-            if num_embeddings is not None:
-                raise DataError(f"{folder} says how large its tables are; leave num_embeddings out")
             names = [part.name for part in manifest.parts]
             self.feature_names, self.table_names = manifest.sparse, manifest.tables
             self.num_embeddings = manifest.num_embeddings
@@ -110,6 +108,10 @@ class PreparedClicks(ClickDataset):
             split = time_split(list(rows.items()), KAGGLE_FRACTIONS)
         self._ranges: Mapping[Split, Sequence[RowRange]] = split
         self.notes = [self._note(name) for name in SPLITS if name != "train" and split[name]]
+        if manifest is not None and num_embeddings is not None:
+            wanted = [num_embeddings] * len(self.num_embeddings) if isinstance(num_embeddings, int) else num_embeddings
+            if list(wanted) != self.num_embeddings:
+                self.notes.append("tables are as large as the folder was prepared for, not as num_embeddings says")
 
     def _note(self, split: Split) -> str:
         ranges = ", ".join(f"{part} from row {start:,} to {stop:,}" for part, start, stop in self._ranges[split])
