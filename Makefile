@@ -17,6 +17,7 @@ TEST_JOBS ?= 2
 ACTIVATE := source $(VENV)/bin/activate
 INSTALLED := $(VENV)/.flowtt-$(DEVICE)
 DEV := $(VENV)/.flowtt-dev
+DOCS := $(VENV)/.flowtt-docs
 BUILT := $(VENV)/.flowtt-built
 BUILD_SETTINGS := $(VENV)/.flowtt-build-settings
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
@@ -25,12 +26,16 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 PYTEST := OMP_WAIT_POLICY=PASSIVE python -m pytest
 IN_PARALLEL := -n $(TEST_JOBS) --dist loadfile
 
-.PHONY: setup train test test-all test-cuda test-matrix wheel test-wheel lint format bench clean FORCE
+.PHONY: setup train test test-all test-cuda test-matrix wheel test-wheel lint format bench docs clean FORCE
 
 setup: $(BUILT)
 
 $(INSTALLED): requirements/base.txt requirements/$(DEVICE).txt requirements/fbgemm-gpu-shim/pyproject.toml
 	scripts/setup.sh $(VENV) $(DEVICE)
+	@touch $@
+
+$(DOCS): requirements/docs.txt | $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet -r requirements/docs.txt
 	@touch $@
 
 $(DEV): requirements/dev.txt | $(INSTALLED)
@@ -89,6 +94,10 @@ format: $(DEV)
 bench: $(BUILT) $(DEV)
 	@mkdir -p benchmarks/results
 	$(ACTIVATE) && python -m benchmarks.lookup --preset quick --json benchmarks/results/lookup_quick.json --csv benchmarks/results/lookup_quick.csv
+
+# The documentation, to build/docs; warnings are errors. The tests run the code of its pages.
+docs: $(BUILT) $(DOCS)
+	$(ACTIVATE) && python -m sphinx -W --keep-going --quiet -b html docs build/docs
 
 clean:
 	rm -rf build *.egg-info flowtt_torchrec/_C*.so $(BUILT)

@@ -2,7 +2,7 @@
 
 A table's lookups can go by *prefix* (flows: the ops' default), by *unique* row, *direct* (every lookup by itself), or
 be gathered from *materialised* rows that were all made before. The model is closed and its constants are measured; see
-docs/performance.md for both, and for why only `flowtt_torchrec.materialised` chooses between strategies.
+docs/notes/cpu_kernels.md for both, and for why only `flowtt_torchrec.materialised` chooses between strategies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STRATEGIES = ("prefix", "unique", "direct", "materialised")
 
 
 class Constants(NamedTuple):
-    """What the parts of a forward pass take, in ns on one thread (docs/performance.md has the machine and the fit).
+    """What the parts of a forward pass take, in ns on one thread (machine and fit: docs/notes/cpu_kernels.md).
 
     Attributes:
         lookup: key, sort and bag of a lookup.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 # Constants in ns on one thread, fitted to steps with row-wise Adagrad of 458 random shapes of 100,000 to 4 billion rows
-# under three distributions (docs/performance.md). Half of the predictions are within 0.89 and 1.06 of the time, 90 %
+# under three distributions (docs/notes/cpu_kernels.md). Half of predictions are within 0.89 and 1.06 of the time, 90 %
 # within 0.74 and 1.23.
 _STEP, _LOOKUP, _LOOKUP_ELEMENT = 240_000.0, 30.0, 0.83  # the same for all shapes
 _ROW, _ROW_FLOP = 31.0, 0.015  # a distinct row; its product

@@ -1,7 +1,7 @@
-"""Every claim of the README's table "What is supported" has tests behind it.
+"""Every claim of the table of docs/support.md has tests behind it.
 
 A claim is what stands in a cell between semicolons. Whoever changes the table changes `CLAIMS` with it: row, column and
-claim as in the README, and the tests, as file::function, that would fail if the claim were not true.
+claim as in that page, and the tests, as file::function, that would fail if the claim were not true.
 """
 
 from __future__ import annotations
@@ -67,10 +67,13 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_twin_training.py::test_empty_and_uneven_batches",
             f"{D}test_shared_tables.py::test_empty_batches_and_int32",
         ],
-        "out of range: fatal (`IndexError`, on a GPU from a later op), warning or ignore, as FBGEMM": [
+        "out of range: fatal (`IndexError`, on a GPU from a later op), warning or ignore (row 0), as FBGEMM": [
             "test_batch_errors.py::test_indices_out_of_range",
             f"{D}test_sharder_errors.py::test_bounds_checks",
+        ],
+        "under every sharding type the error names the table and the id as it was given, on the ranks that serve it": [
             f"{D}test_shared_tables.py::test_rows_out_of_range_are_named_by_their_number_in_the_table",
+            f"{D}test_bounds_checks.py::test_fatal_names_the_table_and_the_id_as_it_was_given",
         ],
     },
     ("dtypes", DENSE): {"all of TorchRec's": [TWINS]},
@@ -105,6 +108,10 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_adam_checkpoints.py::test_adams_state_goes_from_plan_to_plan",
         ],
         "full state dicts out and in": [f"{D}test_reshard_checkpoints.py::test_full_state_dicts_out_and_in"],
+        "tables that are new or renamed (`allow_missing`) or have more rows (`TTSpec.with_rows`) start warm": [
+            f"{D}test_warm_starts.py::test_tables_that_are_added_or_renamed_train",
+            f"{D}test_warm_starts.py::test_a_table_that_has_grown_keeps_its_rows",
+        ],
         "another spec is refused": [
             f"{D}test_checkpoints.py::test_a_table_of_other_rows_is_not_taken",
             f"{D}test_checkpoints.py::test_a_checkpoint_of_another_spec_names_the_core",
@@ -112,6 +119,11 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
         "dense checkpoints to tensor trains and back, in blocks of rows": [
             f"{D}test_conversion.py::test_conversion_of_directories_and_files_there_and_back",
             f"{D}test_conversion.py::test_the_dense_table_is_never_whole_in_memory",
+        ],
+        "reading one runs no code that it holds": [
+            f"{D}test_safe_reading.py::test_metadata",
+            f"{D}test_safe_reading.py::test_resuming",
+            f"{D}test_safe_reading.py::test_commands",
         ],
     },
     ("planner", DENSE): {"TorchRec's": [f"{D}test_planner.py::test_dense_tables_keep_their_constraints"]},
@@ -199,10 +211,9 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
 }
 
 
-def claims_of_readme() -> Iterator[tuple[str, str, str]]:
+def claims_of_page() -> Iterator[tuple[str, str, str]]:
     """Row, column and claim, in the table's order."""
-    section = (ROOT / "README.md").read_text().partition("## What is supported\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in (ROOT / "docs" / "support.md").read_text().splitlines() if line.startswith("|")]
     header, *rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     for row, *cells in rows[1:]:  # a line of dashes comes first
         for column, cell in zip(header[1:], cells):
@@ -210,11 +221,11 @@ def claims_of_readme() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_claim_has_an_entry_and_every_entry_a_claim() -> None:
-    claimed = set(claims_of_readme())
+    claimed = set(claims_of_page())
     assert len(claimed) > 20
     known = {(*cell, claim) for cell, claims in CLAIMS.items() for claim in claims}
-    assert claimed - known == set(), "the README's table claims what CLAIMS has no tests for"
-    assert known - claimed == set(), "CLAIMS has what the README's table doesn't say"
+    assert claimed - known == set(), "docs/support.md claims what CLAIMS has no tests for"
+    assert known - claimed == set(), "CLAIMS has what docs/support.md doesn't say"
 
 
 @pytest.mark.parametrize(

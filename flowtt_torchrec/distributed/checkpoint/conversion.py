@@ -72,7 +72,7 @@ def compress_checkpoint(
 ) -> dict[str, float]:
     """Writes a checkpoint in which tables that were dense are tensor trains.
 
-    By TT-SVD on blocks of rows; see `streaming.compress_rows` for its error and the memory it takes. Everything else
+    By TT-SVD on blocks of rows; see `tt_svd.compress_rows` for its error and the memory it takes. Everything else
     is copied, except the optimizer state of these tables and ``param_groups``, which name parameters that are no more.
     A model that loads the result together with an optimizer needs ``checkpoint.load(..., allow_missing_state=True)``.
 

@@ -100,7 +100,7 @@ def load(
             ``torch.load(weights_only=True)`` takes.
         process_group: of all ranks that load; the default group if not given.
         compress_dense: brings tables that the checkpoint has dense to the cores that they are here, by TT-SVD on blocks
-            of rows (`streaming.compress_rows`). All ranks get equal bits. Accumulators of such a table stay as they are
+            of rows (`tt_svd.compress_rows`). All ranks get equal bits. Accumulators of such a table stay as they are
             in ``state_dict``, with a warning: for a fresh model, a fresh start.
         allow_missing_state: leaves optimizer state of tables as it is where the checkpoint has none, with a warning.
         allow_missing: names of tables that stay as they are, with their optimizer state, if the checkpoint has no such

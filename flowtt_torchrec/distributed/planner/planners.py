@@ -37,8 +37,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         topology: the devices; taken from the process group if not given.
         batch_size: samples a rank and step.
         enumerator: a `TTEmbeddingEnumerator`; made from the other arguments if not given.
-        storage_reservation, partitioner, performance_model, constraints, debug, callbacks, timeout_seconds,
-            plan_loader: as in TorchRec.
+        storage_reservation: as in TorchRec; so are ``partitioner``, ``performance_model``, ``constraints``, ``debug``,
+            ``callbacks``, ``timeout_seconds`` and ``plan_loader``.
         proposer: TorchRec's, with `BisectingGreedyProposer` for its greedy ones, if not given.
         stats: what to report of a plan. `TTEmbeddingStats` and `CompressionStats` if not given.
         compression: spec of each table that is to be a tensor train. With an `AutoCompression` the planner chooses: the

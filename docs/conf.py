@@ -1,0 +1,36 @@
+"""Sphinx: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from flowtt_torchrec import __version__  # noqa: E402
+
+project = "FlowTT for TorchRec"
+author = "the FlowTT for TorchRec maintainers"
+release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["pictures"]
+html_theme = "furo"
+html_title = project
+pygments_dark_style = "native"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+# Single backticks in docstrings name things of this package.
+default_role = "code"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_inherit_docstrings = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
