@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.harness import Action
 from benchmarks.workloads import Batch
-from flowtt_torchrec import ablation, ops
+from flowtt_torchrec import ablation, native, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.optimizers import OptimizerSpec, state_names
 from flowtt_torchrec.spec import TTSpec
@@ -168,7 +168,7 @@ class FlowTT(Contender):
         @torch.no_grad()
         def run(argument: tuple[Batch, ops.FlowPlan]) -> Tensor:
             batch, plan = argument
-            return ops.pooled_lookup(module.weights, module.layout, batch.offsets, plan)
+            return native.pooled_forward(module.weights, module.layout, batch.offsets, plan)  # a plan made here
 
         return run
 

@@ -121,6 +121,9 @@ inline std::vector<Table> read_tables(const Tensor& tables) {
   return read;
 }
 
+// Tells layouts apart: a plan carries its own.
+inline int64_t fingerprint_of(const Tensor& tables) { return tables.const_data_ptr<int64_t>()[kFingerprint]; }
+
 // Reads the features and the size of the batch, not the offsets.
 inline Batch read_batch(const Tensor& features, const Tensor& offsets, int64_t num_lookups, size_t num_tables,
                         Place place = Place::kHost) {

@@ -16,6 +16,7 @@
 #include "cpu/buffer.h"
 #include "cpu/flow_plan.h"
 #include "cpu/isa.h"
+#include "cpu/plan_check.h"
 #include "cpu/pooled_backward.h"
 #include "cpu/pooled_forward.h"
 #include "flowtt/batch.h"
@@ -53,6 +54,17 @@ cpu::Executor torch_threads() {
                     table_names);
 }
 
+// Raises an error unless the offsets lead from 0 to the number of lookups.
+void check_offsets(const cpu::Executor& executor, const Batch& batch, const std::string& table_names) {
+  const int64_t bags = batch.num_bags(), n = batch.num_lookups;
+  if (batch.offsets[0] != 0 || batch.offsets[bags] != n) {
+    raise_batch_error({BatchError::kWrongEnds, 0, 0, 0, batch.offsets[0], batch.offsets[bags], n}, table_names);
+  }
+  if (const int64_t at = cpu::first_fall(executor, batch); at >= 0) {
+    raise_batch_error({BatchError::kFall, 0, 0, at, batch.offsets[at], batch.offsets[at + 1], 0}, table_names);
+  }
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
                                                                      Tensor indices, Tensor offsets, int64_t flow,
                                                                      int64_t bounds_check_mode) {
@@ -63,15 +75,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   const Flow how = read_flow(flow);
   const BoundsCheckMode mode = read_bounds_check_mode(bounds_check_mode);
 
-  const int64_t bags = batch.num_bags();
   const std::string names = text_of("table_names", table_names);
-  if (batch.offsets[0] != 0 || batch.offsets[bags] != n) {
-    raise_batch_error({BatchError::kWrongEnds, 0, 0, 0, batch.offsets[0], batch.offsets[bags], n}, names);
-  }
+  cpu::begin_call();
   const cpu::Executor executor = torch_threads();
-  if (const int64_t at = cpu::first_fall(executor, batch); at >= 0) {
-    raise_batch_error({BatchError::kFall, 0, 0, at, batch.offsets[at], batch.offsets[at + 1], 0}, names);
-  }
+  check_offsets(executor, batch, names);
 
   PlanTensors plan;
   plan.for_each(n, [&](const char*, Tensor& tensor, int64_t size, ScalarType type) {
@@ -85,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   numbers[0] = result.counts.num_rows;
   numbers[1] = result.counts.num_flows;
   numbers[2] = result.counts.num_invalid;
-  numbers[3] = 0;
+  numbers[3] = fingerprint_of(tables);
   return plan.result();
 }
 
@@ -97,8 +104,7 @@ FlowPlan read_plan(PlanTensors& tensors) {
     check_type(name, tensor, type);
   });
   const auto* counts = tensors.counts.const_data_ptr<int64_t>();
-  check(0 <= counts[1] && counts[1] <= counts[0] && counts[0] <= n, "counts say ", counts[0], " rows in ", counts[1],
-        " flows, which ", n, " lookups cannot have");
+  if (counts[1] < 0 || counts[1] > counts[0] || counts[0] > n) raise_wrong_plan("counts are not those of its lookups");
   return {n,
           counts[0],
           counts[1],
@@ -107,6 +113,22 @@ FlowPlan read_plan(PlanTensors& tensors) {
           tensors.row_keys.const_data_ptr<int64_t>(),
           tensors.row_starts.const_data_ptr<int32_t>(),
           tensors.flow_starts.const_data_ptr<int32_t>()};
+}
+
+Tensor check_plan(Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                  Tensor row_starts, Tensor flow_starts, Tensor counts) {
+  PlanTensors tensors{lookups, bags, row_keys, row_starts, flow_starts, counts};
+  const std::vector<Table> described = read_tables(tables);
+  const FlowPlan plan = read_plan(tensors);
+  const Batch batch = read_batch(features, offsets, plan.num_lookups, described.size());
+  const auto* numbers = counts.const_data_ptr<int64_t>();
+  if (numbers[3] != fingerprint_of(tables)) raise_wrong_plan("it has the fingerprint of another layout");
+  const cpu::Executor executor = torch_threads();
+  check_offsets(executor, batch, "");
+  if (const char* const why = cpu::fault_of_plan(executor, described, batch, plan)) raise_wrong_plan(why);
+  Tensor checked = torch::stable::new_empty(counts, {4}, ScalarType::Long);
+  std::copy_n(numbers, 4, checked.mutable_data_ptr<int64_t>());
+  return checked;
 }
 
 template <class T>
@@ -204,6 +226,7 @@ Tensor make_tensor(const Tensor& weights, torch::headeronly::IntHeaderOnlyArrayR
 Tensor pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags,
                       Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts,
                       std::optional<Tensor> per_sample_weights, int64_t total_dim, int64_t pooling_mode) {
+  cpu::begin_call();
   PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem =
       read_problem(weights, tables, features, offsets, plan, per_sample_weights, total_dim, pooling_mode);
@@ -235,6 +258,7 @@ std::tuple<Tensor, Tensor> pooled_backward(Tensor grad_output, Tensor weights, T
                                            Tensor row_starts, Tensor flow_starts, Tensor counts,
                                            std::optional<Tensor> per_sample_weights, int64_t pooling_mode,
                                            bool per_sample_weights_grad) {
+  cpu::begin_call();
   PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
@@ -265,6 +289,7 @@ Tensor pooled_backward_update(Tensor grad_output, Tensor weights, std::optional<
                               bool per_sample_weights_grad, int64_t optimizer, double learning_rate, double eps,
                               double weight_decay, double beta1, double beta2, std::optional<Tensor> steps,
                               int64_t rounding_seed) {
+  cpu::begin_call();
   PlanTensors plan{lookups, bags, row_keys, row_starts, flow_starts, counts};
   const Problem problem = read_backward(grad_output, weights, tables, features, offsets, plan, per_sample_weights,
                                         pooling_mode, per_sample_weights_grad);
@@ -294,6 +319,10 @@ void record_cpu_stages(std::optional<Tensor> seconds) {
   recorded_stages = seconds;
 }
 
+void release_memory() { cpu::release_kept(); }
+
+int64_t kept_bytes() { return cpu::kept_bytes(); }
+
 std::string cpu_isa() { return cpu::instruction_set().name; }
 
 // The GPUs that there is code for, "" for none.
@@ -313,6 +342,8 @@ STABLE_TORCH_LIBRARY(flowtt, m) {
   m.def("cpu_isa() -> str");
   m.def("record_cpu_stages(Tensor? seconds) -> ()");  // for benchmarks
   m.def("cuda_architectures() -> str");
+  m.def("release_memory() -> ()");  // scratch of CPU ops that is kept for later calls
+  m.def("kept_bytes() -> int");     // how much that is
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CPU, m) { FLOWTT_IMPLEMENT_OPS(m); }
@@ -321,6 +352,8 @@ STABLE_TORCH_LIBRARY_IMPL(flowtt, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&flowtt::cpu_isa));
   m.impl("record_cpu_stages", TORCH_BOX(&flowtt::record_cpu_stages));
   m.impl("cuda_architectures", TORCH_BOX(&flowtt::cuda_architectures));
+  m.impl("release_memory", TORCH_BOX(&flowtt::release_memory));
+  m.impl("kept_bytes", TORCH_BOX(&flowtt::kept_bytes));
 }
 
 #ifndef FLOWTT_CUDA
@@ -337,7 +370,7 @@ void no_cuda_kernels(StableIValue*, uint64_t, uint64_t) {
 }  // namespace flowtt
 
 STABLE_TORCH_LIBRARY_IMPL(flowtt, CUDA, m) {
-  for (const char* op : {"flow_plan", "pooled_forward", "pooled_backward", "pooled_backward_update"}) {
+  for (const char* op : {"flow_plan", "check_plan", "pooled_forward", "pooled_backward", "pooled_backward_update"}) {
     m.impl(op, &flowtt::no_cuda_kernels);
   }
 }

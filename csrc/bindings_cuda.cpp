@@ -130,8 +130,8 @@ cuda::HostBatch host_batch(const Tensor& tables, const Tensor& features, const T
   std::vector<Table> described = read_tables(tables);
   const Batch batch = read_batch(features, offsets, num_lookups, described.size(), kDevice);
   if (total_dim > 0) check_columns(batch, described, total_dim);
-  return {std::move(described), batch.features,           batch.num_features,   batch.batch_size,
-          num_lookups,          offsets.const_data_ptr(), batch.offsets.wide(), total_dim};
+  return {std::move(described),     batch.features,       batch.num_features, batch.batch_size,      num_lookups,
+          offsets.const_data_ptr(), batch.offsets.wide(), total_dim,          fingerprint_of(tables)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tables, Tensor table_names, Tensor features,
@@ -160,6 +160,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> flow_plan(Tensor tabl
   return plan.result();
 }
 
+// The plan's arrays, checked for what the host can see of them.
+cuda::PlanPointers plan_pointers(PlanTensors plan, Registered& registered) {
+  plan.for_each(plan.lookups.numel(), [&](const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
+    check_type(name, tensor, type);
+    check_shape(name, tensor, {size}, kDevice);
+    registered.add(name, tensor);
+  });
+  return {plan.lookups.const_data_ptr<int32_t>(),     plan.bags.const_data_ptr<int32_t>(),
+          plan.row_keys.const_data_ptr<int64_t>(),    plan.row_starts.const_data_ptr<int32_t>(),
+          plan.flow_starts.const_data_ptr<int32_t>(), plan.counts.const_data_ptr<int64_t>()};
+}
+
+Tensor check_plan(Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys,
+                  Tensor row_starts, Tensor flow_starts, Tensor counts) {
+  const cuda::HostBatch batch = host_batch(tables, features, offsets, lookups.numel(), 0);
+  const Device device(counts);
+  cuda::raise_fault();
+  Registered registered;
+  const cuda::PlanPointers plan = plan_pointers({lookups, bags, row_keys, row_starts, flow_starts, counts}, registered);
+  registered.add("offsets", offsets);
+  Tensor checked = torch::stable::new_empty(counts, {4}, ScalarType::Long);
+  registered.add("checked counts", checked, false);
+  Workspace workspace(counts, device.stream());
+  cuda::check_plan(batch, plan, checked.mutable_data_ptr<int64_t>(), workspace.context());
+  return checked;
+}
+
 // The arguments that forward and backward share, checked and as pointers.
 struct Problem {
   Problem(const Tensor& weights, const Tensor& tables, const Tensor& features, const Tensor& offsets,
@@ -168,16 +195,8 @@ struct Problem {
           int64_t pooling_mode)
       : batch(host_batch(tables, features, offsets, lookups.numel(), total_dim)) {
     const int64_t n = lookups.numel();
-    PlanTensors{lookups, bags, row_keys, row_starts, flow_starts, counts}.for_each(
-        n, [&](const char* name, const Tensor& tensor, int64_t size, ScalarType type) {
-          check_type(name, tensor, type);
-          check_shape(name, tensor, {size}, kDevice);
-          registered.add(name, tensor);
-        });
+    plan = plan_pointers({lookups, bags, row_keys, row_starts, flow_starts, counts}, registered);
     registered.add("offsets", offsets);
-    plan = {lookups.const_data_ptr<int32_t>(),     bags.const_data_ptr<int32_t>(),
-            row_keys.const_data_ptr<int64_t>(),    row_starts.const_data_ptr<int32_t>(),
-            flow_starts.const_data_ptr<int32_t>(), counts.const_data_ptr<int64_t>()};
     check_shape("weights", weights, {num_parameters(batch.tables)}, kDevice);
     registered.add("weights", weights);
     cores = {weights.data_ptr(), storage(weights)};

@@ -9,6 +9,10 @@ void define_ops(Library& m) {
       "flow_plan(Tensor tables, Tensor table_names, Tensor features, Tensor indices, Tensor offsets, int flow, "
       "int bounds_check_mode) -> (Tensor lookups, Tensor bags, Tensor row_keys, Tensor row_starts, "
       "Tensor flow_starts, Tensor counts)");
+  // The plan's counts, once it is known to be one of these tables, features and offsets.
+  m.def(
+      "check_plan(Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, Tensor row_keys, "
+      "Tensor row_starts, Tensor flow_starts, Tensor counts) -> Tensor");
   m.def(
       "pooled_forward(Tensor weights, Tensor tables, Tensor features, Tensor offsets, Tensor lookups, Tensor bags, "
       "Tensor row_keys, Tensor row_starts, Tensor flow_starts, Tensor counts, Tensor? per_sample_weights, "
@@ -40,6 +44,7 @@ void define_ops(Library& m) {
 // Registers the functions of these names in namespace flowtt as the ops' kernels.
 #define FLOWTT_IMPLEMENT_OPS(m)                                   \
   m.impl("flow_plan", TORCH_BOX(&flowtt::flow_plan));             \
+  m.impl("check_plan", TORCH_BOX(&flowtt::check_plan));           \
   m.impl("pooled_forward", TORCH_BOX(&flowtt::pooled_forward));   \
   m.impl("pooled_backward", TORCH_BOX(&flowtt::pooled_backward)); \
   m.impl("pooled_backward_update", TORCH_BOX(&flowtt::pooled_backward_update))

@@ -38,6 +38,7 @@ class CompiledOps:
         """Registers fake kernels and gradients; once, after the library has been loaded."""
         for name, fake in (
             ("flow_plan", _fake_flow_plan),
+            ("check_plan", _fake_check_plan),
             ("pooled_forward", _fake_pooled_forward),
             ("pooled_backward", _fake_pooled_backward),
             ("pooled_backward_update", _fake_pooled_backward_update),
@@ -91,6 +92,10 @@ class CompiledOps:
             batch_size = (offsets.numel() - 1) // layout.num_features
             check_rows(layout, indices, plan.bags.long(), batch_size, bounds_check_mode)
         return plan
+
+    def check_plan(self, layout: TTLayout, offsets: Tensor, plan: FlowPlan) -> FlowPlan:
+        counts = self._ops.check_plan(layout.tables, layout.features, offsets.contiguous(), *plan)
+        return FlowPlan(*plan[:-1], counts)  # so that a compiled graph does not drop the check
 
     def pooled_forward(
         self,
@@ -179,6 +184,10 @@ class CompiledOps:
             rounding_seed,
         )
 
+    def release_memory(self) -> None:
+        if not self._emulated:
+            self._ops.release_memory()
+
     def synchronize(self, device: torch.device | None = None) -> None:
         if self._emulated:
             self._ops.raise_cuda_fault()
@@ -233,6 +242,20 @@ def _fake_flow_plan(
         indices.new_empty(count + 1, dtype=torch.int32),
         indices.new_empty(4, dtype=torch.int64),
     )
+
+
+def _fake_check_plan(
+    tables: Tensor,
+    features: Tensor,
+    offsets: Tensor,
+    lookups: Tensor,
+    bags: Tensor,
+    row_keys: Tensor,
+    row_starts: Tensor,
+    flow_starts: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    return torch.empty_like(counts)
 
 
 def _fake_pooled_forward(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.plan import BoundsCheckMode
+from flowtt_torchrec.plan import BoundsCheckMode, FlowPlan
 
 
 def deferred_lookup(
@@ -34,15 +34,18 @@ def deferred_lookup(
             looked up.
         with_row_keys: whether ``leave`` needs the keys; on a GPU they wait for the device.
     """
-    plan = ops.flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
-    row_keys = plan.row_keys[: int(plan.counts[0])] if with_row_keys else None
+
+    def collect(grad: Tensor, plan: FlowPlan) -> None:
+        leave(grad, plan.row_keys[: int(plan.counts[0])] if with_row_keys else None)
+
     return ops.collected_lookup(
         weights,
         read(),
         layout,
+        indices,
         offsets,
-        plan,
-        collect=lambda grad: leave(grad, row_keys),
+        collect=collect,
         per_sample_weights=per_sample_weights,
         pooling=pooling,
+        bounds_check_mode=bounds_check_mode,
     )

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ CORE_OFFSETS = 16  # first element of each core in the weights
 DIGIT_SHIFTS = 20  # bit at which each digit starts in a key
 SLICE_OFFSETS = 24  # first slice of each core in per-slice optimizer state
 TABLE_SHIFT = 28  # bit at which the table's number starts in a key
+FINGERPRINT = 29  # of the whole layout, the same in every row
 
 
 class TTLayout:
@@ -49,6 +52,7 @@ class TTLayout:
         total_dim: columns of all features together.
         num_parameters: elements of the flat weight buffer.
         num_slices: slices ``G_k[i_k]`` of all tables, the size of per-slice optimizer state.
+        fingerprint: a number that equal layouts have in common, whatever their tables' names.
 
     Raises:
         ValueError: if there is no table or feature, names repeat, a feature's table does not exist, or keys would need
@@ -87,9 +91,14 @@ class TTLayout:
         self.num_parameters = sum(spec.num_parameters for spec in specs)
         self.num_slices = sum(spec.num_slices for spec in specs)
         self.tables = _describe(self.specs, self.names)
-        self.table_names = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8)
-        starts = [sum(self.feature_dims[:f]) for f in range(len(feature_tables))]
-        self.features = torch.tensor(list(zip(feature_tables, starts)), dtype=torch.int64)
+        # On the CPU, where they are read, also where torch's default device is another.
+        self.table_names = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device="cpu")
+        starts = [0, *accumulate(self.feature_dims[:-1])]
+        self.features = torch.tensor(list(zip(feature_tables, starts)), dtype=torch.int64, device="cpu")
+        described = self.tables.numpy().tobytes() + self.features.numpy().tobytes()
+        digest = hashlib.blake2b(described, digest_size=8).digest()
+        self.fingerprint = int.from_bytes(digest, "big") >> 1  # in an int64
+        self.tables[:, FINGERPRINT] = self.fingerprint
 
     @property
     def num_tables(self) -> int:
@@ -120,7 +129,7 @@ class TTLayout:
             offsets: ``[num_features * batch_size + 1]``, as for `flowtt_torchrec.ops.flow_plan`.
         """
         batch_size = (offsets.numel() - 1) // self.num_features
-        return offsets[torch.arange(self.num_features + 1) * batch_size].tolist()
+        return offsets[torch.arange(self.num_features + 1, device=offsets.device) * batch_size].tolist()
 
     def keys(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Keys of rows.
@@ -145,7 +154,7 @@ class TTLayout:
         described = self.tables.to(keys.device)
         tables = keys >> described[0, TABLE_SHIFT]
         factors = self.tables[:, P : P + MAX_CORES].tolist()
-        masks = torch.tensor([[(1 << bits_for(p)) - 1 for p in row] for row in factors])
+        masks = torch.tensor([[(1 << bits_for(p)) - 1 for p in row] for row in factors], device="cpu")
         shifts = described[:, DIGIT_SHIFTS : DIGIT_SHIFTS + MAX_CORES]
         return tables, keys[:, None] >> shifts[tables] & masks.to(keys.device)[tables]
 
@@ -187,7 +196,7 @@ def _describe(specs: Sequence[TTSpec], names: Sequence[str]) -> Tensor:
             f"{table_bits} bits for {len(specs)} tables that is more than {KEY_BITS}; choose smaller factors p or "
             "fewer tables in one group"
         )
-    described = torch.zeros(len(specs), TABLE_COLUMNS, dtype=torch.int64)
+    described = torch.zeros(len(specs), TABLE_COLUMNS, dtype=torch.int64, device="cpu")
     element = slices = 0
     for row, spec in zip(described, specs):
         d, unused = spec.num_cores, MAX_CORES - spec.num_cores
@@ -208,5 +217,5 @@ def _describe(specs: Sequence[TTSpec], names: Sequence[str]) -> Tensor:
             *(*slice_offsets, *zeros),
             table_shift,
         )
-        row[: len(columns)] = torch.tensor(columns)
+        row[: len(columns)] = torch.tensor(columns, device="cpu")
     return described

@@ -13,10 +13,12 @@ from flowtt_torchrec.compiled import CompiledOps
 
 _compiled = CompiledOps("flowtt")
 flow_plan = _compiled.flow_plan
+check_plan = _compiled.check_plan
 pooled_forward = _compiled.pooled_forward
 pooled_backward = _compiled.pooled_backward
 pooled_backward_update = _compiled.pooled_backward_update
 synchronize = _compiled.synchronize
+release_memory = _compiled.release_memory
 
 
 def _load() -> tuple[Path | None, str | None]:

@@ -118,10 +118,18 @@ def flow_plan(
         RuntimeError: for offsets that do not describe the indices, or a compiled library that cannot be used.
         ValueError: for arguments of the wrong type or shape.
     """
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be a 1-D tensor of int32 or int64, not {tensor.dim()}-D of {tensor.dtype}")
+    _check_devices(indices.device, offsets=offsets)
+    _check_integers(indices=indices, offsets=offsets)
     return _backend().flow_plan(layout, indices, offsets, ablations.current().flow, bounds_check_mode)
+
+
+def release_memory() -> None:
+    """Gives memory that ops keep from call to call back to the system; the next calls ask for theirs anew.
+
+    On the CPU, ops keep at most twice the scratch memory that some hundred calls before needed at once, and by
+    themselves give back what these did not use. What torch keeps on a GPU is released by ``torch.cuda.empty_cache()``.
+    """
+    _backend().release_memory()
 
 
 def synchronize(device: torch.device | None = None) -> None:
@@ -145,10 +153,20 @@ def pooled_lookup(
     per_sample_weights: Tensor | None = None,
     pooling: str = "sum",
 ) -> Tensor:
-    """Pooled rows of a batch whose plan is known; otherwise as `lookup`."""
-    _check(weights, layout, plan, per_sample_weights)
-    mode = _option("pooling", pooling, _POOLING)
-    return _backend().pooled_forward(weights, layout, offsets, plan, per_sample_weights, mode)
+    """Pooled rows of a batch whose plan is known; otherwise as `lookup`.
+
+    The plan is checked first: it must be one of this layout and these offsets, and as `flow_plan` made it. On a GPU an
+    error comes late, as those of `flow_plan`.
+
+    Raises:
+        RuntimeError: for a plan of another layout or other offsets, or that has been changed.
+        ValueError: for arguments of the wrong type, shape or device.
+    """
+    _check_integers(offsets=offsets)
+    _check_devices(weights.device, **plan._asdict())
+    _check(weights, layout, offsets, plan.lookups, per_sample_weights)
+    plan = _backend().check_plan(layout, offsets, plan)
+    return _pooled_lookup(weights, layout, offsets, plan, per_sample_weights, pooling)
 
 
 def lookup(
@@ -178,10 +196,11 @@ def lookup(
 
     Raises:
         IndexError, RuntimeError: as `flow_plan`.
-        ValueError: for arguments of the wrong type or shape.
+        ValueError: for arguments of the wrong type, shape or device.
     """
+    _check(weights, layout, offsets, indices, per_sample_weights)
     plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
-    return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
+    return _pooled_lookup(weights, layout, offsets, plan, per_sample_weights, pooling)
 
 
 def fused_lookup(
@@ -212,18 +231,19 @@ def fused_lookup(
     Raises:
         IndexError: as `flow_plan`.
         RuntimeError: as `flow_plan`; from backward, if the weights have changed since this forward.
-        ValueError: for arguments of the wrong type or shape.
+        ValueError: for arguments of the wrong type, shape or device.
     """
+    _check(weights, layout, offsets, indices, per_sample_weights)
     plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
     if not weights.requires_grad:
-        return pooled_lookup(weights, layout, offsets, plan, per_sample_weights=per_sample_weights, pooling=pooling)
-    _check(weights, layout, plan, per_sample_weights)
+        return _pooled_lookup(weights, layout, offsets, plan, per_sample_weights, pooling)
     names = state_names(optimizer.kind, weights.dtype)
     missing = [name for name in names if name not in state]
     if missing:
         raise ValueError(
             f"{optimizer.kind} on {weights.dtype} needs the state {missing[0]!r}; make it with optimizers.init_state"
         )
+    _check_devices(weights.device, **{name: state[name] for name in names if name != STEP})
     kept = [state[name] if name in names else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
     mode = _option("pooling", pooling, _POOLING)
     args = per_sample_weights, *kept, learning_rate, offsets, *plan, layout, optimizer, seed, mode, _backend()
@@ -234,14 +254,15 @@ def collected_lookup(
     trained: Tensor,
     weights: Tensor,
     layout: TTLayout,
+    indices: Tensor,
     offsets: Tensor,
-    plan: FlowPlan,
     *,
-    collect: Callable[[Tensor], None],
+    collect: Callable[[Tensor, FlowPlan], None],
     per_sample_weights: Tensor | None = None,
     pooling: str = "sum",
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
 ) -> Tensor:
-    """As `pooled_lookup`, but backward hands the gradient of ``weights`` to a function, as `lookup` computes it.
+    """As `lookup`, but backward hands the gradient of ``weights`` to a function, as `lookup` computes it.
 
     A gradient that autograd keeps has the weights' type; this one is float32 for weights narrower than that.
 
@@ -249,13 +270,18 @@ def collected_lookup(
         trained: what the weights are made of; it gets no gradient, but there is none to collect unless it requires one.
         weights: the cores, ``[layout.num_parameters]``.
         layout: the tables and features.
+        indices: as for `flow_plan`.
         offsets: as for `flow_plan`.
-        plan: the batch, grouped.
-        collect: called in backward with the gradient, ``[layout.num_parameters]``.
+        collect: called in backward with the gradient, ``[layout.num_parameters]``, and the batch's plan.
         per_sample_weights: as for `lookup`.
         pooling: as for `lookup`.
+        bounds_check_mode: as for `flow_plan`.
+
+    Raises:
+        IndexError, RuntimeError, ValueError: as `lookup`.
     """
-    _check(weights, layout, plan, per_sample_weights)
+    _check(weights, layout, offsets, indices, per_sample_weights)
+    plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
     mode = _option("pooling", pooling, _POOLING)
     return _CollectedLookup.apply(
         trained, per_sample_weights, weights.detach(), offsets, *plan, layout, collect, mode, _backend()
@@ -286,7 +312,7 @@ class _CollectedLookup(torch.autograd.Function):
             wants_per_sample_weights,
         )
         if wants_weights:
-            ctx.collect(grad)
+            ctx.collect(grad, FlowPlan(*plan))
         rest = (None,) * (len(ctx.needs_input_grad) - 2)
         return None, grad_per_sample_weights if wants_per_sample_weights else None, *rest
 
@@ -347,7 +373,25 @@ def _option(argument: str, value: str, known: Mapping[str, Any]) -> Any:
     return known[value]
 
 
-def _check(weights: Tensor, layout: TTLayout, plan: FlowPlan, per_sample_weights: Tensor | None) -> None:
+def _pooled_lookup(
+    weights: Tensor, layout: TTLayout, offsets: Tensor, plan: FlowPlan, per_sample_weights: Tensor | None, pooling: str
+) -> Tensor:
+    """`pooled_lookup` of arguments that have been checked, and a plan that has been made of them."""
+    mode = _option("pooling", pooling, _POOLING)
+    return _backend().pooled_forward(weights, layout, offsets, plan, per_sample_weights, mode)
+
+
+def _check_integers(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be a 1-D tensor of int32 or int64, not {tensor.dim()}-D of {tensor.dtype}")
+
+
+def _check(
+    weights: Tensor, layout: TTLayout, offsets: Tensor, indices: Tensor, per_sample_weights: Tensor | None
+) -> None:
+    """Checks what the lookups ``[N]`` meet; `flow_plan` checks indices and offsets themselves."""
+    _check_devices(weights.device, indices=indices, offsets=offsets, per_sample_weights=per_sample_weights)
     if weights.shape != (layout.num_parameters,) or weights.dtype not in WEIGHT_DTYPES:
         raise ValueError(
             f"weights must be float32, float64, bfloat16 or float16 [{layout.num_parameters}], the cores of "
@@ -356,8 +400,18 @@ def _check(weights: Tensor, layout: TTLayout, plan: FlowPlan, per_sample_weights
     if per_sample_weights is None:
         return
     dtype = compute_dtype(weights.dtype)
-    if per_sample_weights.shape != plan.bags.shape or per_sample_weights.dtype != dtype:
+    if per_sample_weights.shape != indices.shape or per_sample_weights.dtype != dtype:
         raise ValueError(
-            f"per_sample_weights must be {dtype} {list(plan.bags.shape)}, one a lookup, "
+            f"per_sample_weights must be {dtype} {list(indices.shape)}, one a lookup, "
             f"not {per_sample_weights.dtype} {list(per_sample_weights.shape)}"
         )
+
+
+def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    """Raises ``ValueError`` naming a tensor on another device; torch would give all to the kernels of one of them."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name} is on device {tensor.device}, but weights, indices and offsets must be on one device, here "
+                f"{device}; move it there"
+            )

@@ -13,6 +13,9 @@ plain ``gradient``, ``t`` the number of the step, and both averages one an eleme
 * ``"adam"``: ``m = beta1 * m + (1 - beta1) * gradient``, ``v = beta2 * v + (1 - beta2) * gradient**2``,
   ``w -= learning_rate * (m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w)``
 
+Where ``sqrt(...) + eps`` is 0, as a gradient of 0 and an ``eps`` of 0 make it, it counts as 1: there is no step but
+that of weight decay. torch.optim and FBGEMM divide 0 by 0 there.
+
 This is ``EmbOptimType.ADAM`` of FBGEMM: torch.optim.AdamW on what was looked up. Steps are counted from 1, also those
 in which a slice was not looked up, and table by table: tables that are stepped together may have begun at different
 times.
@@ -205,14 +208,12 @@ def _step(
     momentum1 = state[MOMENTUM1]
     if optimizer.kind == ADAGRAD:
         momentum1.addcmul_(grad, grad)
-        root = momentum1.sqrt()
+        root = divisor(momentum1, optimizer.eps)
     else:
         for core_grads, moments in zip(layout.core_views(grad), layout.slice_views(momentum1)):
             for core_grad, moment in zip(core_grads, moments):
                 moment.add_(core_grad.square().mean(dim=(1, 2, 3)))
-        root = _spread(layout, momentum1.sqrt())
-    root.add_(optimizer.eps)
-    root.masked_fill_(root == 0, 1)  # no step yet and eps = 0: the gradient is 0 too
+        root = _spread(layout, divisor(momentum1, optimizer.eps))
     weights.addcdiv_(grad, root, value=-optimizer.learning_rate)
 
 
@@ -228,8 +229,7 @@ def _adam_step(
     """The step on elements where ``touched`` is true; all tensors are of equal size."""
     moment1.copy_(torch.where(touched, optimizer.beta1 * moment1 + (1 - optimizer.beta1) * grad, moment1))
     moment2.copy_(torch.where(touched, optimizer.beta2 * moment2 + (1 - optimizer.beta2) * grad * grad, moment2))
-    root = (moment2 / (1 - optimizer.beta2**step)).sqrt_().add_(optimizer.eps)
-    root.masked_fill_(root == 0, 1)  # eps = 0, and there has been no gradient
+    root = divisor(moment2 / (1 - optimizer.beta2**step), optimizer.eps)
     change = (moment1 / (1 - optimizer.beta1**step)).div_(root).add_(weights, alpha=optimizer.weight_decay)
     weights.sub_(change.mul_(touched), alpha=optimizer.learning_rate)
 
@@ -241,6 +241,12 @@ def _runs(layout: TTLayout, steps: Sequence[int]) -> Iterator[tuple[int, slice]]
         end = first + sum(spec.num_parameters for spec, _ in run)
         yield step, slice(first, end)
         first = end
+
+
+def divisor(squares: Tensor, eps: float) -> Tensor:
+    """``sqrt(squares) + eps``, and 1 where that is 0: there has been no gradient then, and there is no step."""
+    root = squares.sqrt().add_(eps)
+    return root.masked_fill_(root == 0, 1)
 
 
 def touched_slices(layout: TTLayout, row_keys: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class FlowPlan(NamedTuple):
         row_keys: int64 ``[N]``, the ``U`` distinct keys in key order.
         row_starts: int32 ``[N + 1]``, first place in ``lookups`` of each distinct row, then ``N``.
         flow_starts: int32 ``[N + 1]``, first distinct row of each flow, then ``U``.
-        counts: int64 ``[4]``: ``U``, ``P``, row numbers that were out of range, 0.
+        counts: int64 ``[4]``: ``U``, ``P``, row numbers that were out of range, the layout's ``fingerprint``.
     """
 
     lookups: Tensor

@@ -15,10 +15,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from flowtt_torchrec.layout import NUM_EMBEDDINGS, TTLayout
-from flowtt_torchrec.optimizers import ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec
+from flowtt_torchrec.layout import NUM_EMBEDDINGS, TABLE_SHIFT, P, TTLayout
+from flowtt_torchrec.optimizers import ADAM, ROWWISE_ADAGRAD, SGD, OptimizerSpec, divisor
 from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import TO_NEAREST, compute_dtype, round_weights, seed_of_step
+from flowtt_torchrec.spec import MAX_CORES
 
 
 def flow_plan(
@@ -49,21 +50,94 @@ def flow_plan(
 
     if flow == Flow.DIRECT:
         every = torch.arange(count + 1, dtype=torch.int32, device=device)
-        counts = torch.tensor([count, count, invalid, 0], device=device)
+        counts = torch.tensor([count, count, invalid, layout.fingerprint], device=device)
         return FlowPlan(every[:-1].clone(), bags.int(), keys, every, every.clone(), counts)
 
     sorted_keys, lookups = keys.sort(stable=True)
     row_keys, sizes = torch.unique_consecutive(sorted_keys, return_counts=True)
     groups = layout.prefix_keys(row_keys) if flow == Flow.PREFIX else row_keys
     _, flow_sizes = torch.unique_consecutive(groups, return_counts=True)
-    counts = torch.tensor([row_keys.numel(), flow_sizes.numel(), invalid, 0], device=device)
+    counts = torch.tensor([row_keys.numel(), flow_sizes.numel(), invalid, layout.fingerprint], device=device)
     padded_keys = keys.new_zeros(count)
     padded_keys[: row_keys.numel()] = row_keys
     return FlowPlan(lookups.int(), bags.int(), padded_keys, _starts(sizes, count), _starts(flow_sizes, count), counts)
 
 
+def check_plan(layout: TTLayout, offsets: Tensor, plan: FlowPlan) -> FlowPlan:
+    """The plan, once it is known to be one of this layout and these offsets, and as it was made.
+
+    Raises:
+        RuntimeError: if it is not.
+    """
+    count = plan.lookups.numel()
+    for (name, tensor), size in zip(plan._asdict().items(), (count, count, count, count + 1, count + 1, 4)):
+        if tensor.shape != (size,):
+            raise RuntimeError(f"{name} must have shape [{size}], not {list(tensor.shape)}")
+    rows, flows, _, fingerprint = plan.counts.tolist()
+    batch_size = check_offsets(layout, count, offsets)
+    fault = None
+    if fingerprint != layout.fingerprint:
+        fault = "it has the fingerprint of another layout"
+    elif not (0 <= flows <= rows <= count) or (flows == 0) != (count == 0):
+        fault = "counts are not those of its lookups"
+    else:
+        fault = _fault_of_plan(layout, offsets, plan, batch_size, rows, flows)
+    if fault:
+        raise RuntimeError(
+            "the flow plan is not one of this layout and these offsets, or it has been changed since it was made: "
+            f"{fault}. Make a plan of this batch with flow_plan"
+        )
+    return plan
+
+
+def _fault_of_plan(
+    layout: TTLayout, offsets: Tensor, plan: FlowPlan, batch_size: int, rows: int, flows: int
+) -> str | None:
+    """What is wrong with a plan whose counts are possible; each check relies on those before it."""
+    count, device = plan.lookups.numel(), plan.lookups.device
+    row_starts, flow_starts = plan.row_starts[: rows + 1].long(), plan.flow_starts[: flows + 1].long()
+    for name, starts, end, of in (
+        ("row_starts", row_starts, count, "lookups"),
+        ("flow_starts", flow_starts, rows, "rows"),
+    ):
+        if int(starts[0]) != 0 or int(starts[-1]) != end or bool((starts.diff() <= 0).any()):
+            return f"{name} do not lead from 0 to the number of {of}"
+    bags = torch.arange(offsets.numel() - 1, device=device).repeat_interleave(offsets.diff(), output_size=count)
+    if not torch.equal(plan.bags.long(), bags):
+        return "bags are not those of the offsets"
+    keys = plan.row_keys[:rows]
+    numbers = keys >> layout.tables[0, TABLE_SHIFT].to(device)
+    if bool(((numbers < 0) | (numbers >= layout.num_tables)).any()):
+        return "row_keys are not those of rows that the tables have"
+    described = layout.tables.to(device)[numbers]
+    _, digits = layout.split_keys(keys)
+    row_numbers = torch.zeros_like(keys)
+    for k in range(MAX_CORES):
+        row_numbers = row_numbers * described[:, P + k] + digits[:, k]
+    if bool((row_numbers >= described[:, NUM_EMBEDDINGS]).any() or (layout.keys(numbers, row_numbers) != keys).any()):
+        return "row_keys are not those of rows that the tables have"
+    identity = torch.arange(count, device=device)
+    lookups = plan.lookups.long()
+    if bool((keys.diff() <= 0).any()) and not (flows == count and torch.equal(lookups, identity)):
+        return "row_keys are out of order"
+    row_of_place = _expand(row_starts, count)
+    possible = (lookups >= 0) & (lookups < count)
+    features = torch.div(bags[lookups.where(possible, 0)], max(batch_size, 1), rounding_mode="floor")
+    own = possible & (layout.features.to(device)[features, 0] == numbers[row_of_place])
+    if not bool(own.all()) or bool(((lookups.diff() <= 0) & (row_of_place.diff() == 0)).any()):
+        return "lookups are not those of features that look up the table of their row"
+    prefixes = layout.prefix_keys(keys)
+    if bool(((prefixes.diff() != 0) & (_expand(flow_starts, rows).diff() == 0)).any()):
+        return "rows of a flow differ in their prefix"
+    return None if torch.equal(lookups.sort().values, identity) else "lookups repeat"
+
+
 def synchronize(device: torch.device | None = None) -> None:
     """Nothing to do: here errors are raised at once."""
+
+
+def release_memory() -> None:
+    """Nothing to do: nothing is kept from call to call."""
 
 
 def pooled_forward(
@@ -193,7 +267,7 @@ def pooled_backward_update(
                 m, v = first[table][k], second[table][k]
                 m[touched] = optimizer.beta1 * m[touched] + (1 - optimizer.beta1) * grad
                 v[touched] = optimizer.beta2 * v[touched] + (1 - optimizer.beta2) * grad.square()
-                root = (v[touched] / (1 - optimizer.beta2**step)).sqrt() + optimizer.eps
+                root = divisor(v[touched] / (1 - optimizer.beta2**step), optimizer.eps)
                 change = m[touched] / (1 - optimizer.beta1**step) / root + optimizer.weight_decay * slices
             elif optimizer.kind == SGD:
                 change = grad + optimizer.weight_decay * slices
@@ -204,7 +278,7 @@ def pooled_backward_update(
                     square = square.mean(dim=(1, 2, 3))
                 m = first[table][k]
                 m[touched] += square
-                root = m[touched].sqrt() + optimizer.eps
+                root = divisor(m[touched], optimizer.eps)
                 change = grad / (root[:, None, None, None] if optimizer.kind == ROWWISE_ADAGRAD else root)
             slices = slices - optimizer.learning_rate * change
             core[touched] = round_weights(slices, core.dtype, table_seed, elements[table][k][touched])

@@ -19,6 +19,8 @@ def test_descriptor_columns():
     first = [2, 23, 6, 4, 6, 1, 1, 2, 3, 1, 1, 1, 5, 1, 1, 1, 0, 40, 0, 0, 3, 0, 0, 0, 0, 4, 0, 0, 8, 0, 0, 0]
     second = [3, 100, 12, 5, 4, 6, 1, 2, 3, 2, 1, 1, 3, 5, 1, 1]
     second += [130, 160, 340, 0, 3, 6, 0, 0, 10, 15, 19, 0, 8, 0, 0, 0]
+    for row in (first, second):
+        row[columns.FINGERPRINT] = layout.fingerprint
     assert layout.tables.tolist() == [first, second]
     assert layout.tables.dtype == torch.int64
     assert layout.features.tolist() == [[1, 0], [0, 12], [1, 18]]
@@ -27,6 +29,27 @@ def test_descriptor_columns():
     assert layout.num_parameters == 130 + 270
     assert layout.num_slices == 10 + 15
     assert bytes(layout.table_names.tolist()) == b"two_cores\nthree_cores"
+
+
+def test_fingerprints_tell_layouts_apart():
+    """By tables, their order and features, not by names; the same in every process."""
+    layout = layout_of("two_cores", "three_cores")
+    others = (
+        layout_of("three_cores", "two_cores"),
+        layout_of("two_cores", "three_cores", feature_tables=[1, 0]),
+        layout_of("two_cores", "three_cores", feature_tables=[0, 1, 1]),
+        layout_of("two_cores"),
+        TTLayout([SPECS["two_cores"], TTSpec(99, 12, (5, 4, 6), (2, 3, 2), (3, 5))], ["two_cores", "three_cores"]),
+    )
+    assert len({layout.fingerprint, *(other.fingerprint for other in others)}) == 1 + len(others)
+    assert TTLayout(layout.specs, ["a", "b"]).fingerprint == layout.fingerprint
+    assert layout.fingerprint == 6413254428049893772
+
+
+def test_descriptors_are_on_the_cpu_whatever_torchs_default_device():
+    with torch.device("meta"):
+        layout = layout_of("two_cores")
+    assert {tensor.device.type for tensor in (layout.tables, layout.table_names, layout.features)} == {"cpu"}
 
 
 def test_views_lie_where_the_descriptor_says():

@@ -187,5 +187,5 @@ def test_copies_keep_no_rows():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"unknown strategy 'dense'; known: auto, prefix, materialised"):
         MaterialisedRows(1, "dense")
-    with pytest.raises(ValueError, match="must not be negative, but is -1"):
+    with pytest.raises(ValueError, match="max_bytes must be at least 0, not -1"):
         MaterialisedRows(-1)

@@ -139,7 +139,7 @@ def test_empty_batches_and_bags(backend, batch_size):
     factors = torch.empty(0, dtype=dtype_of(backend), requires_grad=True)
     with ops.use_backend(backend):
         plan = ops.flow_plan(layout, indices, offsets)
-        assert plan.counts.tolist() == [0, 0, 0, 0]
+        assert plan.counts.tolist() == [0, 0, 0, layout.fingerprint]
         assert [tensor.numel() for tensor in plan] == [0, 0, 0, 1, 1, 4]
         for pooling in ("sum", "mean"):
             output = ops.lookup(weights, layout, indices, offsets, per_sample_weights=factors, pooling=pooling)
@@ -255,7 +255,7 @@ def test_flow_plan(backend, flow, seed):
         for row in range(len(distinct))
         if flow != "prefix" or row == 0 or (prefixes[row], prefixes[row - 1]) != (prefixes[row - 1],) * 2
     ]
-    assert plan.counts.tolist() == [len(distinct), len(flow_starts), 0, 0]
+    assert plan.counts.tolist() == [len(distinct), len(flow_starts), 0, layout.fingerprint]
     assert plan.row_keys.tolist()[: len(distinct)] == distinct
     starts = [0]
     for group in groups:

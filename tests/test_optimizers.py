@@ -16,6 +16,7 @@ from tt_samples import (
 )
 
 from flowtt_torchrec import ops
+from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import (
     KINDS,
     OptimizerSpec,
@@ -25,6 +26,7 @@ from flowtt_torchrec.optimizers import (
     state_names,
     touched_slices,
 )
+from flowtt_torchrec.spec import TTSpec
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,55 @@ def test_a_fused_step_is_torch_optims(backend, kind):
             ops.lookup(expected, layout, indices, offsets).square().sum().backward()
             reference.step()
     assert_near(weights, expected, 1e-9)
+
+
+@every_backend
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_no_gradient_and_no_eps_make_no_step(backend, kind, dtype):
+    """A weight of 0 is enough; the same for a gradient that is summed elsewhere. Later lookups make their steps."""
+    layout = layout_of("two_cores", "three_cores")
+    indices, offsets = torch.tensor([3, 3, 5, 99, 7]), torch.tensor([0, 2, 3, 4, 5])
+    weights = random_weights(layout, torch.float32).to(dtype).requires_grad_()
+    before = weights.detach().clone()
+    optimizer = OptimizerSpec(kind, 0.1, eps=0.0)
+    state = init_state(layout, kind, dtype=dtype)
+    with ops.use_backend(backend):
+        for factors in (torch.zeros(5), torch.tensor([0.0, 0, 0, 1, 1])):
+            output = ops.fused_lookup(
+                weights, layout, indices, offsets, optimizer=optimizer, state=state, per_sample_weights=factors
+            )
+            output.sum().backward()
+            assert weights.isfinite().all()
+            assert all(tensor.isfinite().all() for tensor in state.values())
+            assert torch.equal(weights, before) == (not factors.any())
+    first_table = SPECS["two_cores"].num_parameters
+    assert torch.equal(weights[:first_table], before[:first_table])
+    summed = before.clone()
+    touched = torch.ones(layout.num_slices, dtype=torch.bool)
+    apply_gradient(
+        layout, optimizer, summed, init_state(layout, kind, dtype=dtype), torch.zeros(layout.num_parameters), touched
+    )
+    assert torch.equal(summed, before)
+
+
+@both_backends
+def test_decay_that_cancels_the_gradient_leaves_row_wise_adagrad_finite(backend):
+    """The mean square is summed from three terms that may round to less than 0."""
+    layout = TTLayout([TTSpec(1, 64, (1, 1), (1, 64), (1,))], ["a"])
+    optimizer = OptimizerSpec("rowwise_adagrad", 0.1, eps=0.0, weight_decay=0.3)
+    for seed in range(20):
+        weights = random_weights(layout, torch.float32, seed).requires_grad_()
+        first, last = weights.detach().split([1, 64])
+        state = init_state(layout, "rowwise_adagrad")
+        with ops.use_backend(backend):
+            output = ops.fused_lookup(
+                weights, layout, torch.tensor([0]), torch.tensor([0, 1]), optimizer=optimizer, state=state
+            )
+            output.backward((-0.3 / first * last)[None])  # the last core's gradient is -0.3 times the core
+        assert state["momentum1"][1].abs() < 1e-6
+        assert state["momentum1"].ge(0).all()
+        assert weights.isfinite().all()
 
 
 @every_backend

@@ -12,11 +12,21 @@ namespace flowtt::cpu {
 
 constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
 
-// Uninitialised memory, aligned; `release` takes the same number of bytes, or null. Large blocks are kept for later
-// calls, at most `most_kept` of a size: to get their pages from the system again would cost more than to fill them.
-// Both throw only std::bad_alloc.
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+// Uninitialised memory, aligned; `release` takes the same number of bytes, or null. Large blocks are kept for the next
+// calls, of those with a limit `most_kept` of about one size: to get their pages from the system again would cost more
+// than to fill them. Both throw only std::bad_alloc.
 void* allocate(size_t bytes);
-void release(void* memory, size_t bytes, int64_t most_kept = std::numeric_limits<int64_t>::max());
+void release(void* memory, size_t bytes, int64_t most_kept = kNoLimit);
+
+// Every call of an op begins with this: blocks that no call has wanted for long go back to the system.
+void begin_call();
+
+// Gives back all that is kept, and what malloc keeps.
+void release_kept();
+
+int64_t kept_bytes();
 
 // An aligned array of plain data. Pages that are never written take no memory, so a generous size is cheap.
 template <class T>

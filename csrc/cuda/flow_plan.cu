@@ -2,6 +2,7 @@
 #include "cuda/report.h"
 #include "cuda/setting.h"
 #include "flowtt/flow_plan.cuh"
+#include "flowtt/plan_check.cuh"
 
 namespace flowtt::cuda {
 
@@ -34,9 +35,28 @@ void group(const HostBatch& batch, const DeviceBatch& device, const void* indice
   size_t bytes = 0;
   check(running_sum(nullptr, bytes, heads, n, context.stream), "running sum");
   check(running_sum(context.allocate("running sum", bytes), bytes, heads, n, context.stream), "running sum");
-  check(
-      FLOWTT_LAUNCH(write_starts<Key>, grid, kThreads, 0, context.stream, sorted_keys, heads, n, plan, counts, faults),
-      "write_starts");
+  check(FLOWTT_LAUNCH(write_starts<Key>, grid, kThreads, 0, context.stream, sorted_keys, heads, n, plan, counts,
+                      batch.fingerprint, faults),
+        "write_starts");
+}
+
+// Descriptors on the device, of which plans need but keys and columns.
+DeviceBatch describe(const HostBatch& batch, const Context& context) {
+  std::vector<DeviceTable> tables;
+  for (const Table& table : batch.tables)
+    tables.push_back(device_table(table, kLargeSlab, sizeof(float), Direction::kForward));
+  return upload(batch, tables, context);
+}
+
+// Looks for offsets that fall.
+BatchFaults* find_falls(const HostBatch& batch, const DeviceBatch& device, const Context& context) {
+  const int64_t bags = batch.num_features * batch.batch_size;
+  auto* const faults = allocate<BatchFaults>(context, "faults", 1);
+  check(FLOWTT_LAUNCH(clear_faults, 1, 1, 0, context.stream, faults), "clear_faults");
+  if (bags > 0) {
+    check(FLOWTT_LAUNCH(check_offsets, blocks_for(bags), kThreads, 0, context.stream, device, faults), "check_offsets");
+  }
+  return faults;
 }
 
 }  // namespace
@@ -45,18 +65,12 @@ void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indic
                     const std::string* table_names, const FlowPlanBuffers& plan, int64_t* counts,
                     const Context& context) {
   const int64_t bags = batch.num_features * batch.batch_size;
-  std::vector<DeviceTable> tables;
-  for (const Table& table : batch.tables)
-    tables.push_back(device_table(table, kLargeSlab, sizeof(float), Direction::kForward));
-  const DeviceBatch device = upload(batch, tables, context);
-  auto* const faults = allocate<BatchFaults>(context, "faults", 1);
-  check(FLOWTT_LAUNCH(clear_faults, 1, 1, 0, context.stream, faults), "clear_faults");
-  if (bags > 0) {
-    check(FLOWTT_LAUNCH(check_offsets, blocks_for(bags), kThreads, 0, context.stream, device, faults), "check_offsets");
-  }
+  const DeviceBatch device = describe(batch, context);
+  BatchFaults* const faults = find_falls(batch, device, context);
   if (batch.num_lookups == 0 || bags == 0) {
     report(device, indices, wide_indices, mode, table_names, faults, context);
-    check(FLOWTT_LAUNCH(write_empty_plan, 1, 1, 0, context.stream, plan, counts), "write_empty_plan");
+    check(FLOWTT_LAUNCH(write_empty_plan, 1, 1, 0, context.stream, plan, counts, batch.fingerprint),
+          "write_empty_plan");
     return;
   }
   const int bits = batch.tables[0].table_shift + bits_for(static_cast<int64_t>(batch.tables.size()));
@@ -65,6 +79,24 @@ void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indic
   } else {
     group<uint64_t>(batch, device, indices, wide_indices, flow, mode, table_names, plan, counts, bits, faults, context);
   }
+}
+
+void check_plan(const HostBatch& batch, const PlanPointers& plan, int64_t* checked, const Context& context) {
+  const DeviceBatch device = describe(batch, context);
+  const BatchFaults* const faults = find_falls(batch, device, context);
+  const DevicePlan on_device = device_plan(plan);
+  auto* const wrong = allocate<unsigned>(context, "wrong", 3);
+  check(FLOWTT_LAUNCH(check_counts, 1, 1, 0, context.stream, device, on_device, batch.fingerprint, faults, wrong),
+        "check_counts");
+  if (const auto n = static_cast<int>(batch.num_lookups); n > 0) {
+    auto* const seen = allocate<unsigned>(context, "seen", n);
+    check(cudaMemsetAsync(seen, 0, n * sizeof(unsigned), context.stream), "cudaMemsetAsync");
+    check(FLOWTT_LAUNCH(check_entries, blocks_for(n), kThreads, 0, context.stream, device, on_device, wrong),
+          "check_entries");
+    check(FLOWTT_LAUNCH(check_places, blocks_for(n), kThreads, 0, context.stream, device, on_device, seen, wrong),
+          "check_places");
+  }
+  write_counts(on_device, wrong, checked, context);
 }
 
 }  // namespace flowtt::cuda

@@ -24,6 +24,7 @@ struct HostBatch {
   const void* offsets;  // on the device, [num_features * batch_size + 1]
   bool wide_offsets;    // int64
   int64_t total_dim;    // of the output
+  int64_t fingerprint;  // of the layout
 };
 
 // Who works on which tiles: for ablations. Results do not depend on it.
@@ -77,6 +78,10 @@ struct Update {
 void make_flow_plan(const HostBatch& batch, const void* indices, bool wide_indices, Flow flow, BoundsCheckMode mode,
                     const std::string* table_names, const FlowPlanBuffers& plan, int64_t* counts,
                     const Context& context);
+
+// Writes the counts [4] of a plan that is one of the batch; of another, those of a plan without rows, and a note for
+// raise_fault.
+void check_plan(const HostBatch& batch, const PlanPointers& plan, int64_t* checked, const Context& context);
 
 // Throws, once, what the current device has found wrong with a batch; does not wait for it.
 void raise_fault();

@@ -39,6 +39,12 @@ void report(const DeviceBatch& batch, const void* indices, bool wide_indices, Bo
         "report_faults");
 }
 
+void write_counts(const DevicePlan& plan, const unsigned* wrong, int64_t* checked, const Context& context) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  check(FLOWTT_LAUNCH(write_checked_counts, 1, 1, 0, context.stream, plan, wrong, checked, &fault_record()),
+        "write_checked_counts");
+}
+
 void raise_fault() {
   std::unique_lock<std::mutex> lock(mutex);
   FaultRecord& record = fault_record();
@@ -48,7 +54,7 @@ void raise_fault() {
   __atomic_store_n(&record.state, unsigned{FaultRecord::kFree}, __ATOMIC_RELEASE);  // [mutant: repeated-fault]
   lock.unlock();
   raise_batch_error(
-      error, *table_names,
+      error, table_names == nullptr ? "" : *table_names,
       ". The GPU found this in this batch or an earlier one; CUDA_LAUNCH_BLOCKING=1 makes the lookup itself "
       "say so");
 }

@@ -9,7 +9,7 @@
 namespace flowtt {
 
 struct BatchError {
-  enum Kind : int32_t { kWrongEnds, kFall, kOutOfRange };
+  enum Kind : int32_t { kWrongEnds, kFall, kOutOfRange, kWrongPlan };
   Kind kind;
   int32_t feature, table;  // of a row number
   int64_t position;        // of the row number, or of the offset that the next one is below
@@ -18,9 +18,17 @@ struct BatchError {
   int64_t limit;           // rows of the table, or number of row numbers
 };
 
+// why: which part of the plan shows it.
+[[noreturn]] inline void raise_wrong_plan(const std::string& why, const char* remark = "") {
+  throw std::runtime_error(
+      "the flow plan is not one of this layout and these offsets, or it has been changed since it was made: " + why +
+      ". Make a plan of this batch with flow_plan" + remark);
+}
+
 // table_names: joined by newlines. remark: what is said too.
 [[noreturn]] inline void raise_batch_error(const BatchError& error, const std::string& table_names,
                                            const char* remark = "") {
+  if (error.kind == BatchError::kWrongPlan) raise_wrong_plan("its arrays do not fit together", remark);
   std::ostringstream text;
   if (error.kind == BatchError::kWrongEnds) {
     text << "offsets must start at 0 and end at the number of indices, " << error.limit << ", but go from "

@@ -74,7 +74,7 @@ struct DevicePlan {
   const int32_t *lookups, *bags;
   const int64_t* row_keys;
   const int32_t *row_starts, *flow_starts;
-  const int64_t* counts;  // distinct rows, flows, row numbers out of range, 0
+  const int64_t* counts;  // distinct rows, flows, row numbers out of range, fingerprint
   // A wave is a plan of some of the rows: row_keys and counts are its own, in `counts` also what follows; see
   // waves.cuh.
   int32_t begin_row;          // first of the rows

@@ -37,13 +37,8 @@ __device__ __forceinline__ bool find_error(const DeviceBatch& batch, const void*
   return true;
 }
 
-// One thread. A batch with an error is marked as failed: its plan will be empty.
-__global__ void report_faults(DeviceBatch batch, const void* indices, bool wide, BoundsCheckMode mode,
-                              const void* table_names, BatchFaults* faults, FaultRecord* record) {
-  BatchError error;
-  if (!find_error(batch, indices, wide, mode, *faults, error)) return;
-  faults->failed = true;
-  // The first one is told; what fails until the host has read of it is not, nor what fails in another stream meanwhile.
+// The first one is told; what fails until the host has read of it is not, nor what fails in another stream meanwhile.
+__device__ __forceinline__ void tell(const BatchError& error, const void* table_names, FaultRecord* record) {
   volatile unsigned& state = record->state;
   if (state != FaultRecord::kFree) return;
   if (atomicCAS(&record->state, unsigned{FaultRecord::kFree}, unsigned{FaultRecord::kClaimed}) != FaultRecord::kFree) {
@@ -53,6 +48,22 @@ __global__ void report_faults(DeviceBatch batch, const void* indices, bool wide,
   record->table_names = table_names;
   __threadfence_system();
   state = FaultRecord::kWritten;  // [mutant: untold-fault]
+}
+
+// One thread. A batch with an error is marked as failed: its plan will be empty.
+__global__ void report_faults(DeviceBatch batch, const void* indices, bool wide, BoundsCheckMode mode,
+                              const void* table_names, BatchFaults* faults, FaultRecord* record) {
+  BatchError error;
+  if (!find_error(batch, indices, wide, mode, *faults, error)) return;
+  faults->failed = true;
+  tell(error, table_names, record);
+}
+
+// One thread: the counts of a plan that is right; of another, those of a plan without rows, and a note for the host.
+__global__ void write_checked_counts(DevicePlan plan, const unsigned* wrong, int64_t* checked, FaultRecord* record) {
+  const bool good = (wrong[0] | wrong[1] | wrong[2]) == 0;
+  for (int i = 0; i < 4; ++i) checked[i] = good || i > 1 ? plan.counts[i] : 0;
+  if (!good) tell({BatchError::kWrongPlan, 0, 0, 0, 0, 0, 0}, nullptr, record);
 }
 
 }  // namespace flowtt

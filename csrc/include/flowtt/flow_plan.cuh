@@ -65,7 +65,7 @@ __global__ void mark_heads(DeviceBatch batch, Flow flow, const Key* keys, uint64
 // numbers: running sum of the heads. A failed batch has a plan without rows: nothing is looked up, or stepped.
 template <class Key>
 __global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_lookups, FlowPlanBuffers plan,
-                             int64_t* counts, const BatchFaults* faults) {
+                             int64_t* counts, int64_t fingerprint, const BatchFaults* faults) {
   const int s = blockIdx.x * kThreads + threadIdx.x;
   if (s >= num_lookups) return;
   const uint64_t number = numbers[s], before = s > 0 ? numbers[s - 1] : 0;
@@ -81,13 +81,14 @@ __global__ void write_starts(const Key* keys, const uint64_t* numbers, int num_l
     counts[0] = faults->failed ? 0 : rows;  // [mutant: failed-lookup]
     counts[1] = faults->failed ? 0 : flows;
     counts[2] = static_cast<int64_t>(faults->num_invalid);
-    counts[3] = 0;
+    counts[3] = fingerprint;
   }
 }
 
-__global__ void write_empty_plan(FlowPlanBuffers plan, int64_t* counts) {
+__global__ void write_empty_plan(FlowPlanBuffers plan, int64_t* counts, int64_t fingerprint) {
   plan.row_starts[0] = plan.flow_starts[0] = 0;
-  for (int i = 0; i < 4; ++i) counts[i] = 0;
+  for (int i = 0; i < 3; ++i) counts[i] = 0;
+  counts[3] = fingerprint;
 }
 
 }  // namespace flowtt

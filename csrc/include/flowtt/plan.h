@@ -24,6 +24,7 @@ enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kA
 // Adam, without the first line:
 //   momentum1 = beta1 * momentum1 + (1 - beta1) * g;  momentum2 = beta2 * momentum2 + (1 - beta2) * g^2;
 //   w -= learning_rate * (momentum1 / correction1 / (sqrt(momentum2 / correction2) + eps) + weight_decay * w).
+// Where a root plus eps is 0, as a gradient of 0 and an eps of 0 make it, it counts as 1: there is no step then.
 template <class T>
 struct UpdateRule {
   Optimizer optimizer;

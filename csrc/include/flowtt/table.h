@@ -20,6 +20,7 @@ enum TableColumn : int {
   kDigitShifts = 20,   // bit at which each digit starts in a key
   kSliceOffsets = 24,  // first slice of each core in per-slice optimizer state
   kTableShift = 28,    // bit at which the table's number starts in a key
+  kFingerprint = 29,   // of the whole layout, the same in every row
   kTableColumns = 32,
 };
 

@@ -23,6 +23,12 @@ __global__ void mark_touched(DeviceBatch batch, DevicePlan plan, uint8_t* touche
   }
 }
 
+// What a step is divided by. Where that would be 0, there has been no gradient, and 0 / 1 is no step.
+FLOWTT_INLINE float divisor(float squares, float eps) {
+  const float root = sqrtf(squares) + eps;
+  return root == 0.f ? 1.f : root;
+}
+
 constexpr size_t update_shared_bytes() { return kThreads / 32 * sizeof(float) + kRedZone; }
 
 // One step on every touched slice, a block a slice.
@@ -59,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
       const float moment = momentum1[slice] + sum / static_cast<float>(size);
       __syncthreads();  // everybody has read the momentum [mutant: early-momentum]
       if (threadIdx.x == 0) momentum1[slice] = moment;
-      rate /= sqrtf(moment) + rule.eps;
+      rate /= divisor(moment, rule.eps);
     }
     for (int64_t i = begin + threadIdx.x; i < begin + size; i += kThreads) {
       const float weight = widen(weights[i]);
@@ -69,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
         const float second = rule.beta2 * momentum2[i] + (1.f - rule.beta2) * plain * plain;
         momentum1[i] = first;
         momentum2[i] = second;
-        const float step = first / rule.correction1 / (sqrtf(second / rule.correction2) + rule.eps);
+        const float step = first / rule.correction1 / divisor(second / rule.correction2, rule.eps);
         rounding.store(weights + i, i, weight - rule.learning_rate * (step + rule.weight_decay * weight));
         continue;
       }
@@ -77,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
       if (rule.optimizer == Optimizer::kAdagrad) {
         const float moment = momentum1[i] + gradient * gradient;
         momentum1[i] = moment;
-        rounding.store(weights + i, i, weight - rule.learning_rate * gradient / (sqrtf(moment) + rule.eps));
+        rounding.store(weights + i, i, weight - rule.learning_rate * gradient / divisor(moment, rule.eps));
       } else {
         rounding.store(weights + i, i, weight - rate * gradient);
       }
