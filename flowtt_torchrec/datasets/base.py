@@ -85,10 +85,10 @@ class Sharding:
         rows = min(window_rows // self.world_size, self.batch_size)
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
-    def num_batches(self, rows: int, drop_last: bool = False) -> int:
+    def num_batches(self, rows: int) -> int:
         """Batches that every rank gets out of ``rows`` rows."""
         full, rest = divmod(rows, self.window)
-        return full + int(not drop_last and rest >= self.world_size)
+        return full + int(rest >= self.world_size)
 
 
 class ClickDataset(ABC):

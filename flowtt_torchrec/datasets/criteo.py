@@ -68,7 +68,6 @@ class CriteoTSV(ClickDataset):
         shuffle_rows: training rows are shuffled within consecutive blocks of this many (about 250 bytes each in
             memory), anew in each epoch; 0 keeps the order of the files.
         seed: of the shuffle.
-        drop_last: leave out the last, smaller training batch.
 
     Raises:
         DataError: a path does not exist or holds no data, nothing is left to train on, or an argument is out of range.
@@ -84,7 +83,6 @@ class CriteoTSV(ClickDataset):
         val_every: int = 10,
         shuffle_rows: int = 0,
         seed: int = 0,
-        drop_last: bool = False,
     ) -> None:
         if val_every < 2:
             raise DataError(f"val_every is {val_every}, it must be at least 2")
@@ -108,20 +106,17 @@ class CriteoTSV(ClickDataset):
         self._val_every = val_every
         self._shuffle_rows = shuffle_rows
         self._seed = seed
-        self._drop_last = drop_last
         self._hash_sizes = np.array(self.num_embeddings, dtype=np.uint64)
 
     def batches(self, split: Split, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         blocks = self._rows(check_split(split))
         if split == "train" and self._shuffle_rows:
             blocks = self._shuffled(blocks, epoch)
-        drop_last = self._drop_last and split == "train"
         rows = 0
         for step, window in enumerate(_regroup(blocks, self.sharding.window)):
             rows += len(window.lines)
             mine = self.sharding.rank_rows(len(window.lines))
-            full = len(window.lines) == self.sharding.window
-            if step >= start and mine.stop > mine.start and (full or not drop_last):
+            if step >= start and mine.stop > mine.start:
                 yield self._batch(window.select(mine), self._files(split))
         if rows < self.sharding.world_size:
             self._raise_too_few(split, rows)

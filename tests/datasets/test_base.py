@@ -16,21 +16,9 @@ def test_ranks_share_a_window_evenly(world_size: int, window_rows: int) -> None:
     assert [row for part in parts for row in part] == list(range(window_rows // world_size * world_size))
 
 
-@pytest.mark.parametrize(
-    ("rows", "drop_last", "expected"),
-    [
-        (0, False, 0),
-        (1, False, 0),
-        (2, False, 1),
-        (2, True, 0),
-        (8, False, 1),
-        (9, False, 1),
-        (11, False, 2),
-        (16, True, 2),
-    ],
-)
-def test_number_of_batches(rows: int, drop_last: bool, expected: int) -> None:
-    assert Sharding(batch_size=4, rank=1, world_size=2).num_batches(rows, drop_last) == expected
+@pytest.mark.parametrize(("rows", "expected"), [(0, 0), (1, 0), (2, 1), (8, 1), (9, 1), (11, 2), (16, 2)])
+def test_number_of_batches(rows: int, expected: int) -> None:
+    assert Sharding(batch_size=4, rank=1, world_size=2).num_batches(rows) == expected
 
 
 def test_bad_arguments_are_named() -> None:
