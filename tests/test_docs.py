@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,39 @@ def test_the_readme_shows_the_two_lines_as_they_are() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     for target, _ in LINK.findall(page.read_text()):
         assert not target or (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def test_files_that_pages_name_are_there() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    of_others = "torchrec_dlrm/"
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":  # of the past, too
+            continue
+        for named in re.findall(r"`([\w./-]+\.(?:py|h|cuh|cu|cpp|inc|sh|yaml|csv|md|txt))`", page.read_text()):
+            known = any(f"/{file}".endswith(f"/{named}") for file in files)
+            assert known or named.startswith(of_others), f"{name(page)} names {named}"
+
+
+def test_every_page_of_the_site_is_in_its_contents() -> None:
+    listed = set()
+    for page in DOCS.glob("**/*.md"):
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            listed |= {page.parent / f"{line}.md" for line in tree.split("\n") if line and not line.startswith(":")}
+    assert listed == set(DOCS.glob("**/*.md")) - {DOCS / "index.md"}
+
+
+@pytest.mark.slow
+def test_pictures_show_what_the_code_makes_now(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw = load(DOCS / "pictures" / "draw.py")
+    for picture, make in draw.PICTURES.items():
+        make().savefig(tmp_path / "drawn.svg")
+        drawn, kept = (
+            re.findall("<!-- (.*) -->", path.read_text())
+            for path in (tmp_path / "drawn.svg", draw.HERE / f"{picture}.svg")
+        )
+        assert drawn, picture
+        assert drawn == kept, f"{picture}.svg is out of date: python docs/pictures/draw.py {picture}"
 
 
 def commands() -> list[tuple[str, list[str]]]:
