@@ -7,6 +7,9 @@ The log-odds of a row are the sum of three parts, each a fixed share of their va
   be learned from the frequent ids is nearly all that there is to know;
 * pairs: for three pairs of columns, the product of such effects of the two ids.
 
+Ids may have structure: each id of a column then belongs to one of `GROUPS` latent groups, by its hash, and a part of
+the variance of its effects, ``group_share``, is the group's.
+
 No table of effects is stored. Scale and offset are set on rows of their own, so that the clicks have a given rate and
 the log-odds a given standard deviation, whatever the seed.
 """
@@ -24,6 +27,7 @@ from flowtt_torchrec.datasets.base import BestMetrics, auroc_margin
 CLICK_RATE = 0.25
 LOG_ODDS_STD = 1.4
 VARIANCE_SHARES = {"dense": 0.25, "categories": 0.6, "pairs": 0.15}
+GROUPS = 64
 _HALF_STRENGTH_RANK = 100.0
 
 Array = NDArray[np.float64]
@@ -38,6 +42,7 @@ class PlantedModel:
         dense: float [rows, num_dense], rows to set scale and offset on.
         ids: uint64 [rows, columns], their ids.
         ranks: int [rows, columns], the place of each id among its column's ids, by frequency.
+        group_share: share of the variance of ids' effects that is their latent groups', 0 to 1.
     """
 
     def __init__(
@@ -47,13 +52,16 @@ class PlantedModel:
         dense: NDArray[np.float32],
         ids: NDArray[np.uint64],
         ranks: NDArray[np.uint64],
+        group_share: float = 0.0,
     ) -> None:
+        self._group_share = group_share
         self._left, self._right = (list(side) for side in zip(*pairs))
         columns = ids.shape[1]
         self._effect_keys, self._pair_keys = (
             np.array([counter_random.key(seed, name, column) for column in range(columns)], dtype=np.uint64)
             for name in ("effect", "pair effect")
         )
+        self._group_keys = np.array([counter_random.key(seed, "group", c) for c in range(columns)], dtype=np.uint64)
         self._dense_mean, dense_std = dense.mean(axis=0), dense.std(axis=0)
         slopes = counter_random.normal(np.arange(dense.shape[1]), counter_random.key(seed, "slopes"))
         self._slopes = slopes / np.where(dense_std > 0, dense_std, 1.0)
@@ -72,11 +80,24 @@ class PlantedModel:
 
     def _parts(self, dense: NDArray[np.float32], ids: NDArray[np.uint64], ranks: NDArray[np.uint64]) -> Array:
         strength = 1.0 / np.sqrt(1.0 + ranks / _HALF_STRENGTH_RANK)
-        effects = counter_random.normal(ids, self._effect_keys) * strength
+        groups = self.groups(ids)
+        effects = self._effects(ids, groups, self._effect_keys) * strength
         columns = self._left + self._right
-        pair_effects = counter_random.normal(ids[:, columns], self._pair_keys[columns]) * strength[:, columns]
+        pair_effects = self._effects(ids[:, columns], groups[:, columns], self._pair_keys[columns])
+        pair_effects = pair_effects * strength[:, columns]
         left, right = np.split(pair_effects, 2, axis=1)
         return np.stack([(dense - self._dense_mean) @ self._slopes, effects.sum(axis=1), (left * right).sum(axis=1)])
+
+    def groups(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The latent group of each id, below `GROUPS`; ``[rows, columns]``."""
+        return counter_random.hash64(ids, self._group_keys) % np.uint64(GROUPS)
+
+    def _effects(self, ids: NDArray[np.uint64], groups: NDArray[np.uint64], keys: NDArray[np.uint64]) -> Array:
+        own = counter_random.normal(ids, keys)
+        if not self._group_share:
+            return own
+        shared = counter_random.normal(groups, ~keys)
+        return np.sqrt(1.0 - self._group_share) * own + np.sqrt(self._group_share) * shared
 
 
 def _sigmoid(x: Array) -> Array:

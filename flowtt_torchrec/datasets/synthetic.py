@@ -75,6 +75,7 @@ class SyntheticCriteo(ClickDataset):
         scale: factor on Kaggle's table sizes.
         max_rows: upper limit of a table's size, after scaling.
         seed: chooses the data and the planted model.
+        group_share: share of ids' effects that is their latent groups', 0 to 1; see `PlantedModel`.
 
     Raises:
         DataError: an argument is out of range.
@@ -89,7 +90,10 @@ class SyntheticCriteo(ClickDataset):
         scale: float = 1.0,
         max_rows: int | None = None,
         seed: int = 0,
+        group_share: float = 0.0,
     ) -> None:
+        if not 0 <= group_share <= 1:
+            raise DataError(f"group_share is {group_share}, it must be from 0 to 1")
         if scale <= 0:
             raise DataError(f"scale is {scale}, it must be above 0")
         if max_rows is not None and max_rows < _MIN_ROWS:
@@ -107,7 +111,7 @@ class SyntheticCriteo(ClickDataset):
         self._init_columns(seed)
 
         dense, ids, ranks = self._features(np.arange(_CALIBRATION_ROWS, dtype=np.uint64) + np.uint64(FIRST_SPARE_ROW))
-        self._model = PlantedModel(seed, _PAIRS, dense, ids, ranks)
+        self._model = PlantedModel(seed, _PAIRS, dense, ids, ranks, group_share)
 
     def _init_columns(self, seed: int) -> None:
         categories = read_columns("criteo_kaggle_categories.csv")

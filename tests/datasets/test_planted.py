@@ -52,3 +52,21 @@ def test_every_part_matters_and_frequent_ids_more() -> None:
         dense, ids, np.zeros_like(ids)
     )
     assert np.abs(moved).mean() > 0.01
+
+
+def test_ids_of_a_latent_group_share_their_effect() -> None:
+    rng = np.random.default_rng(0)
+    dense = np.zeros((5000, 1), dtype=np.float32)
+    ids = rng.integers(100_000, size=(5000, 2)).astype(np.uint64)
+    ranks = np.zeros_like(ids)
+
+    def model(share: float) -> PlantedModel:
+        return PlantedModel(0, [(0, 1)], dense, ids, ranks, group_share=share)
+
+    same = np.flatnonzero(model(1.0).groups(ids)[:, 0] == model(1.0).groups(ids)[0, 0])
+    assert 30 < len(same) < 150  # of 5000 over 64 groups
+    for share, spread in (1.0, 0.0), (0.0, 0.1), (0.75, 0.04):
+        one = ids[same].copy()
+        one[:, 1] = ids[0, 1]
+        found = np.std(model(share).probabilities(dense[same], one, ranks[same]))
+        assert found < 1e-9 if share == 1 else found > spread
