@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.tt_svd import from_dense as from_dense
 from flowtt_torchrec.whole_numbers import whole_number
 
 # TT-Rec draws core entries from a Gaussian without its middle: |x| > 2 (TT-Rec, section 3.2). Products of entries
@@ -131,54 +132,6 @@ def to_dense(cores: Sequence[Tensor], num_embeddings: int) -> Tensor:
     first = cores[0][: -(-num_embeddings // tail.shape[0])].squeeze(1)  # only the first digits in use
     table = torch.einsum("iqr,jrc->ijqc", first, tail)
     return table.reshape(first.shape[0] * tail.shape[0], -1)[:num_embeddings]
-
-
-@torch.no_grad()
-def from_dense(weight: Tensor, spec: TTSpec) -> list[Tensor]:
-    """Cores closest to a dense table, by TT-SVD (Oseledets, SIAM J. Sci. Comput. 2011, algorithm 1).
-
-    The squared error is at most the sum of the squared singular values cut at each inner rank, and at most
-    ``num_cores - 1`` times the best possible. Rows that ``p`` addresses past the table's end count as zeros.
-
-    Args:
-        weight: the table, ``[num_embeddings, embedding_dim]``, of a floating-point type.
-        spec: the shape to bring it to.
-
-    Returns:
-        Cores of shapes ``spec.core_shapes`` with the type and device of ``weight``.
-
-    Raises:
-        ValueError: if ``weight`` is not of the size that ``spec`` is for.
-    """
-    if tuple(weight.shape) != (spec.num_embeddings, spec.embedding_dim):
-        raise ValueError(
-            f"the weight is {' x '.join(map(str, weight.shape))}, but the TTSpec is for "
-            f"{spec.num_embeddings} x {spec.embedding_dim}"
-        )
-    table = weight.new_zeros(math.prod(spec.p), spec.embedding_dim, dtype=torch.float64)
-    table[: spec.num_embeddings] = weight
-    d = spec.num_cores
-    order = [axis for k in range(d) for axis in (k, d + k)]  # p_1 q_1 p_2 q_2 ...
-    rest = table.view(*spec.p, *spec.q).permute(order)
-    cores, rank = [], 1
-    for k in range(d - 1):
-        unfolding = rest.reshape(rank * spec.p[k] * spec.q[k], -1)
-        u, s, vh = torch.linalg.svd(unfolding, full_matrices=False)
-        next_rank = spec.ranks[k]
-        cores.append(u[:, :next_rank].view(rank, spec.p[k], spec.q[k], next_rank).transpose(0, 1))
-        rest = s[:next_rank, None] * vh[:next_rank]
-        rank = next_rank
-    cores.append(rest.reshape(rank, spec.p[-1], spec.q[-1], 1).transpose(0, 1))
-    return [core.to(weight.dtype) for core in equal_magnitudes(cores)]
-
-
-def equal_magnitudes(cores: list[Tensor]) -> list[Tensor]:
-    """The same product from cores of equal root mean square: one learning rate then suits all of them."""
-    rms = torch.stack([core.square().mean().sqrt() for core in cores])
-    if not bool((rms > 0).all()):  # a table of zeros
-        return [core.contiguous() for core in cores]
-    target = rms.log().mean().exp()
-    return [(core * (target / r)).contiguous() for core, r in zip(cores, rms, strict=True)]
 
 
 def from_fbtt(cores: Sequence[Tensor], spec: TTSpec) -> list[Tensor]:

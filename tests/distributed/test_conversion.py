@@ -33,10 +33,10 @@ from flowtt_torchrec.distributed.checkpoint.conversion import (
 )
 from flowtt_torchrec.spec import TTSpec
 
-TABLES = [  # all rows that p addresses: a table that ends early is of higher rank than its spec
-    Table("a", 100, 16, ("f0",), "rw", TTSpec(100, 16, (5, 5, 4), (2, 4, 2), (3, 5))),
+TABLES = [  # some end before the rows that p addresses do
+    Table("a", 94, 16, ("f0",), "rw", TTSpec(94, 16, (5, 5, 4), (2, 4, 2), (3, 5))),
     Table("b", 60, 32, ("f1",), (1, 0), TTSpec(60, 32, (6, 10), (8, 4), (6,))),
-    Table("c", 81, 16, ("f2",), 1, TTSpec(81, 16, (3, 3, 3, 3), (2, 2, 2, 2), (3, 4, 3))),
+    Table("c", 71, 16, ("f2",), 1, TTSpec(71, 16, (3, 3, 3, 3), (2, 2, 2, 2), (3, 4, 3))),
     Table("d", 64, 16, ("f3",), "dp", TTSpec(64, 16, (4, 4, 4), (2, 2, 4), (2, 3))),
     Table("dense", 50, 16, ("f4",), 0),
     Table("small", 40, 16, ("f5",), "dp"),
