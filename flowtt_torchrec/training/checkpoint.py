@@ -2,11 +2,14 @@
 
 All ranks write with ``torch.distributed.checkpoint`` into a hidden directory beside the others. Only when every file is
 on disk does one rename give it its final name, ``step-000000001200``. A directory with such a name is therefore whole;
-what a killed job left half-written is ignored, and removed by the next run.
+what a killed job left half-written is ignored, and removed by the next run. ``state.json`` keeps a checksum of every
+file, itself included, so that bits that change later are noticed.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
@@ -24,7 +27,13 @@ from flowtt_torchrec.training.errors import CheckpointError
 
 _STATE_FILE = "state.json"
 _NAME = re.compile(r"step-(\d+)")
+_WRITTEN_BY = re.compile(r"__(\d+)_\d+\.distcp")  # rank, by torch.distributed.checkpoint
+_FILES, _CHECKSUM = "files", "checksum"
 _UNFINISHED = (".writing-", ".removing-")
+
+
+_CHUNK_BYTES = 1 << 22
+_ADVICE = "Remove it to continue from the one before, or start without --resume"
 
 
 class Checkpoints:
@@ -68,8 +77,11 @@ class Checkpoints:
                 unfinished.mkdir(parents=True)
             dist.barrier()
             dcp.save(tensors, checkpoint_id=unfinished)  # its files are synced to disk when it returns
+            files = _digests(unfinished)
             if dist.get_rank() == 0:
-                write_atomically(unfinished / _STATE_FILE, json.dumps(state, indent=1))
+                whole = {**state, _FILES: files}
+                text = json.dumps({**whole, _CHECKSUM: _checksum(whole)}, indent=1, allow_nan=False)
+                write_atomically(unfinished / _STATE_FILE, text)
                 if final.exists():
                     _remove(final)
                 os.rename(unfinished, final)
@@ -78,25 +90,34 @@ class Checkpoints:
                     _remove(self.path(old))
             dist.barrier()
         except (OSError, CheckpointException) as error:
-            raise CheckpointError(f"cannot write the checkpoint {final}: {_reason(error)}") from None
+            reason = _reason(error, self.directory)
+            if dist.get_rank() == 0:  # what it takes may be what others need
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint {final}: {reason}. Those before it are as they were"
+            ) from None
         return final
 
     def read_state(self, step: int) -> dict[str, Any]:
         """What `save` was given as ``state``."""
+        state = self._read_state(step)
+        return {name: value for name, value in state.items() if name not in (_FILES, _CHECKSUM)}
+
+    def _read_state(self, step: int) -> dict[str, Any]:
         try:
             state = json.loads((self.path(step) / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise self.damaged(step, str(error)) from None
         if not isinstance(state, dict):
             raise self.damaged(step, "it is no mapping")
+        checksum = state.pop(_CHECKSUM, None)  # there is none in those of older versions
+        if checksum is not None and checksum != _checksum(state):
+            raise self.damaged(step, "its checksum is another")
         return state
 
     def damaged(self, step: int, what: str, file: str = _STATE_FILE) -> CheckpointError:
         """The error of a file that is not as it was written."""
-        return CheckpointError(
-            f"the checkpoint {self.path(step)} is damaged: {file}: {what}. Remove it to continue from the one before, "
-            "or start without --resume"
-        )
+        return CheckpointError(f"the checkpoint {self.path(step)} is damaged: {file}: {what}. {_ADVICE}")
 
     def load(self, step: int, tensors: dict[str, Any]) -> None:
         """Reads a checkpoint into ``tensors``, in place. All ranks call it together.
@@ -104,13 +125,24 @@ class Checkpoints:
         Raises:
             CheckpointError: a tensor is missing or has another shape, or a file is damaged.
         """
+        self._verify(step)
         try:
             checkpoint.load(tensors, self.path(step))
         except (OSError, ValueError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(
-                f"cannot read the checkpoint {self.path(step)}: {_reason(error)}. Remove it to continue from the one "
-                "before, or start without --resume"
+                f"cannot read the checkpoint {self.path(step)}: {_reason(error)}. {_ADVICE}"
             ) from None
+
+    def _verify(self, step: int) -> None:
+        """Compares all files with their checksums; each rank takes a part of them, and all raise the same error."""
+        files = self._read_state(step).get(_FILES, {})
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        mine = {name: _difference(self.path(step) / name, files[name]) for name in sorted(files)[rank::world_size]}
+        found: list[dict[str, str | None]] = [{}] * world_size
+        dist.all_gather_object(found, mine)
+        for name, difference in (item for of_rank in found for item in of_rank.items()):
+            if difference is not None:
+                raise self.damaged(step, difference, name)
 
     def remove_all(self) -> int:
         """Removes all checkpoints; returns how many there were. For one rank."""
@@ -135,8 +167,65 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _reason(error: BaseException) -> str:
-    """The error in one line, without the stack that `CheckpointException` carries for each rank."""
+def _digests(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file, which the rank that wrote it reads once more. All ranks call it together."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = {}
+    for path in sorted(directory.iterdir()):
+        match = _WRITTEN_BY.fullmatch(path.name)
+        if (int(match[1]) if match else 0) == rank:
+            mine[path.name] = _digest(path)
+    found: list[dict[str, Any]] = [{}] * world_size
+    dist.all_gather_object(found, mine)
+    return {name: digest for of_rank in found for name, digest in of_rank.items()}
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _difference(path: Path, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a file; None if it is as it was written."""
+    try:
+        if (size := path.stat().st_size) != expected["bytes"]:
+            return f"it has {size:,} bytes, but was written with {expected['bytes']:,}"
+        return None if _digest(path) == expected else "its checksum is another: bits have changed since it was written"
+    except OSError as error:
+        return error.strerror
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _reason(error: BaseException, directory: Path | None = None) -> str:
+    """The error in one line, without the stack that `CheckpointException` carries for each rank.
+
+    Args:
+        error: it.
+        directory: what was being written to.
+    """
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_reason(cause[0])}" for rank, cause in sorted(error.failures.items()))
+        reasons = (f"rank {rank}: {_reason(cause[0], directory)}" for rank, cause in sorted(error.failures.items()))
+        return "; ".join(reasons)
+    if directory is not None and (short := _stopped_short(error)) is not None:
+        free = shutil.disk_usage(directory).free
+        return f"{short} in {directory}, where {free / 1e6:,.0f} MB are free"
     return " ".join(f"{error}".split()).rstrip(".") or type(error).__name__
+
+
+def _stopped_short(error: BaseException) -> str | None:
+    """In words, if a file could not be written to its end."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return os.strerror(cause.errno).lower()
+        cause = cause.__cause__ or cause.__context__
+    # torch's writer hides why; other ranks' errors come without their causes.
+    return "no space left, or a limit on the size of files," if "inline_container" in str(error) else None

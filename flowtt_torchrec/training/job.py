@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show_bytes
 from flowtt_torchrec.training.data import make_dataset
 from flowtt_torchrec.training.errors import CheckpointError, UserError
+from flowtt_torchrec.training.folders import held, try_folder
 from flowtt_torchrec.training.loop import History, Position, Trainer
 from flowtt_torchrec.training.model import LearningRate, build_optimizer, shard
 from flowtt_torchrec.training.options import DryRun, Invocation
@@ -42,8 +45,45 @@ def run(invocation: Invocation) -> None:
         return
     _check_backend()
     training = invocation.config.training
-    with process_group(choose_device(training.device), training.threads) as runtime:
+    with (
+        process_group(choose_device(training.device), training.threads) as runtime,
+        _held_folders(invocation, runtime, console),
+    ):
         train(invocation, runtime, console)
+
+
+@contextmanager
+def _held_folders(invocation: Invocation, runtime: Runtime, console: Console) -> Iterator[None]:
+    """Tries the folders that the job writes to, and holds that of its checkpoints. All ranks call it together.
+
+    Raises:
+        UserError: a folder cannot be written to, or is in use, or is not one for all hosts.
+    """
+    config = invocation.config
+    with ExitStack() as stack:
+        if runtime.is_main:
+            try_folder("report.directory", _report_directory(invocation))
+            if config.planner.save_plan is not None:
+                try_folder("planner.save_plan", Path(config.planner.save_plan).parent)
+        if config.checkpoint.directory is not None:
+            directory = Path(config.checkpoint.directory)
+            if runtime.is_main:
+                try_folder("checkpoint.directory", directory)
+                left = stack.enter_context(held(directory))
+                if left is not None:
+                    console.say(left)
+            dist.barrier()
+            if not directory.is_dir():
+                raise UserError(
+                    f"checkpoint.directory: {directory} is not on host {socket.gethostname()}, though rank 0 has made "
+                    "it; it must be on a file system that all hosts share"
+                )
+            try_folder("checkpoint.directory", directory)
+        yield
+
+
+def _report_directory(invocation: Invocation) -> Path:
+    return Path(invocation.config.report.directory or Path("runs") / invocation.name)
 
 
 def _check_backend() -> None:
@@ -128,7 +168,7 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         f"batch {runtime.world_size} x {training.batch_size}"
     )
 
-    directory = Path(config.report.directory or Path("runs") / invocation.name)
+    directory = _report_directory(invocation)
     state = RunState(config, runtime, model, optimizer, planning.specs, planned, train_data.identity())
 
     def save(position: Position, history: History) -> Path:
@@ -165,7 +205,10 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
     planning.compression.show()
     console.say()
     show_metrics(console, report)
-    write_report(directory / "report.json", report)
+    try:
+        write_report(directory / "report.json", report)
+    except OSError as error:
+        raise UserError(f"report.directory: cannot write {directory / 'report.json'}: {error.strerror}") from None
     console.say(f"report: {directory / 'report.json'}")
 
 

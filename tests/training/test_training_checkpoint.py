@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import re
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -80,14 +83,6 @@ def test_a_missing_tensor_is_told(checkpoints: Checkpoints) -> None:
         checkpoints.load(1, {"model": {"bias": torch.zeros(1)}})
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_damaged_file_is_told(checkpoints: Checkpoints, name: str) -> None:
-    path = checkpoints.save(1, _tensors(1.0), {}) / name
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=r"cannot read the checkpoint .*step-000000000001"):
-        checkpoints.load(1, _tensors(0.0))
-
-
 def test_damaged_state_is_told(checkpoints: Checkpoints) -> None:
     (checkpoints.save(1, _tensors(1.0), {}) / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"step-000000000001 is damaged: state.json"):
@@ -101,7 +96,7 @@ def test_failing_to_write_leaves_the_last_one(checkpoints: Checkpoints, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-000000000002: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-000000000002: .*no space left"):
         checkpoints.save(2, _tensors(2.0), {})
     assert checkpoints.steps() == [1]
 
@@ -134,3 +129,46 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(checkpoints: Checkpoints) -> No
         assert read["model"]["weight"][0] == last
         assert checkpoints.read_state(last) == {"step": last}
         checkpoints.remove_all()
+
+
+def _flip_a_bit(path: Path, seed: int) -> None:
+    content = bytearray(path.read_bytes())
+    place = random.Random(seed).randrange(8 * len(content))
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
+def test_a_flipped_bit_is_told(checkpoints: Checkpoints, name: str) -> None:
+    path = checkpoints.save(1, _tensors(1.0), {"position": {"rows": 1000}}) / name
+    whole = path.read_bytes()
+    for seed in range(8):
+        path.write_bytes(whole)
+        _flip_a_bit(path, seed)
+        with pytest.raises(CheckpointError, match=rf"step-000000000001 is damaged: {re.escape(name)}: .*Remove it"):
+            checkpoints.load(1, _tensors(0.0))
+    path.write_bytes(whole)
+    checkpoints.load(1, _tensors(0.0))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: .*No such file"):
+        checkpoints.load(1, _tensors(0.0))
+
+
+def test_checkpoints_of_before_there_were_checksums_are_read(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(1, _tensors(1.0), {"epoch": 1}) / "state.json"
+    path.write_text('{"epoch": 1}')
+    checkpoints.load(1, _tensors(0.0))
+    assert checkpoints.read_state(1) == {"epoch": 1}
+
+
+def test_a_full_disk_is_told_as_such(checkpoints: Checkpoints) -> None:
+    """A limit on the size of files, which torch's writer reports as little as a full disk."""
+    checkpoints.save(1, _tensors(1.0), {})
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*step-000000000002: .*no space left.* MB are free"):
+            checkpoints.save(2, {"model": {"weight": torch.zeros(1 << 16)}}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert os.listdir(checkpoints.directory) == ["step-000000000001"]

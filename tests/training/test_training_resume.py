@@ -114,6 +114,10 @@ def test_what_may_not_change_on_the_way_is_named(two_epochs: Callable[..., dict[
     report = two_epochs()
     assert _evaluated(report)[-1] == 4
     saved = json.loads(state_file.read_text())
+    state_file.write_text(json.dumps({**saved, "world_size": 2}))
+    with pytest.raises(CheckpointError, match=r"state\.json: its checksum is another"):
+        two_epochs()
+    del saved["checksum"]  # as in older versions
     for content, message in (
         ({}, "state.json: it has no 'format'"),
         ([], "state.json: it is no mapping"),
