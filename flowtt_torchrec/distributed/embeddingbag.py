@@ -36,9 +36,10 @@ from flowtt_torchrec.distributed.sharding_types import (
     DATA_PARALLEL,
     ROW_TYPES,
     SUPPORTED_SHARDING_TYPES,
+    TT_KERNEL,
 )
 from flowtt_torchrec.distributed.shared_kernel import CoreGradientSync, TTSharedEmbeddingBag, sharing_groups
-from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, name_tables
+from flowtt_torchrec.distributed.tables import TTTable, TTTables, check_config, check_same_on_ranks, name_tables
 from flowtt_torchrec.distributed.variable_batch import with_inverse_indices_in_order
 from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.spec import TTSpec
@@ -272,14 +273,19 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return self._keep_forward_weights
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's, and row-wise ones for TT tables on the CPU, where TorchRec has none."""
+        """TorchRec's, and row-wise ones for TT tables on the CPU, where TorchRec has none.
+
+        A subclass may offer fewer; if none of them is TorchRec's, they are for dense tables too.
+        """
         types = super().sharding_types(compute_device_type)
         return [*types, *(name for name in SUPPORTED_SHARDING_TYPES if name not in types)]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        stock = sharding_type in super().sharding_types(compute_device_type)
+        of_torchrec = super().sharding_types(compute_device_type)
+        offered = self.sharding_types(compute_device_type)
+        stock = sharding_type in of_torchrec or not set(of_torchrec) & set(offered)
         kernels = super().compute_kernels(sharding_type, compute_device_type) if stock else []
-        return [*kernels, CUSTOMIZED_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
+        return [*kernels, TT_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
 
     def shard(
         self,
@@ -295,6 +301,8 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             ValueError: naming the table, if plan, compression and config of a table don't go together.
         """
         configs = {config.name: config for config in module.embedding_bag_configs()}
+        if not isinstance(env, ShardingEnv2D):  # refused below, on all ranks
+            check_same_on_ranks({name: self._describe(name, params[name]) for name in configs}, env.process_group)
         tables = {
             name: check_config(config, self._compression[name])
             for name, config in configs.items()
@@ -333,6 +341,12 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+
+    def _describe(self, name: str, sharding: ParameterSharding) -> str:
+        """What is to become of a table, in words that are equal where it is the same."""
+        kind = self._compression.get(name, "dense")
+        plan = f"{sharding.sharding_type}, {sharding.compute_kernel} on {sharding.ranks}"
+        return f"{kind} (seed {self._seed}) planned {plan}"
 
     def _check_plan(self, name: str, sharding: ParameterSharding) -> bool:
         """Whether a table is a tensor train; an error if plan and compression don't agree."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
 from flowtt_torchrec.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
-from flowtt_torchrec.distributed.sharding_types import CUSTOMIZED_KERNEL, SUPPORTED_SHARDING_TYPES
+from flowtt_torchrec.distributed.sharding_types import SUPPORTED_SHARDING_TYPES, TT_KERNEL
 from flowtt_torchrec.spec import TTSpec
 
 
@@ -40,7 +40,7 @@ class TTFeatureProcessedEmbeddingBagCollectionSharder(FeatureProcessedEmbeddingB
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         kernels = super().compute_kernels(sharding_type, compute_device_type)
-        return [*kernels, CUSTOMIZED_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
+        return [*kernels, TT_KERNEL] if sharding_type in SUPPORTED_SHARDING_TYPES else kernels
 
 
 TT_SHARDERS = (TTEmbeddingBagCollectionSharder, TTFeatureProcessedEmbeddingBagCollectionSharder)

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from flowtt_torchrec import ops
 from flowtt_torchrec.cores import core_name, default_std, init_cores
+from flowtt_torchrec.distributed.dense_optimizers import watch_dense_optimizers
 from flowtt_torchrec.distributed.fused_params import (
     TT_TABLES,
     bounds_check_mode,
@@ -226,6 +227,7 @@ class TTDenseEmbeddingBag(TTKernel):
         self._layout = TTLayout(list(self._specs.values()), list(self._specs), self._feature_tables)
         self._weights = torch.empty(self._layout.num_parameters, device=device, dtype=self._dtype)
         self._adopt(self._layout.core_views(self._weights))
+        watch_dense_optimizers(self._cores)
         if not self._weights.is_meta:
             self.reset_parameters()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import BaseEmbeddingLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist
 from torchrec.distributed.embedding_types import (
     BaseGroupedFeatureProcessor,
     EmbeddingComputeKernel,
@@ -152,13 +154,40 @@ class TTTwCwPooledEmbeddingSharding(_TTLookups, TwCwPooledEmbeddingSharding):
     """Column-wise within a host."""
 
 
-class TTRwPooledEmbeddingSharding(_TTLookups, RwPooledEmbeddingSharding):
+class _EvenBatches:
+    """Tells of batches that gloo's exchange of row-wise gradients cannot take; a mix-in of row-wise types."""
+
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[Any, Any, Any]:
+        made = super().create_output_dist(device)  # type: ignore[misc]
+        if dist.get_backend(self._env.process_group) == "gloo":  # type: ignore[attr-defined]
+            made.register_forward_pre_hook(self._check_batches)
+        return made
+
+    def _check_batches(self, module: BaseEmbeddingDist[Any, Any, Any], args: tuple[Any, ...]) -> None:
+        rows, context = args[0], args[1] if len(args) > 1 else None
+        if context is None or not rows.requires_grad:
+            return
+        sizes = context.batch_size_per_rank
+        if context.variable_batch_per_feature:
+            dims = self.embedding_dims()  # type: ignore[attr-defined]
+            sizes = [sum(map(operator.mul, of_rank, dims)) for of_rank in context.batch_size_per_rank_per_feature]
+        if len(set(sizes)) > 1:
+            of_ranks = self._grouped_embedding_configs_per_rank  # type: ignore[attr-defined]
+            groups = (group for of_rank in of_ranks for group in of_rank)
+            names = dict.fromkeys(table.name for group in groups for table in group.embedding_tables)
+            raise ValueError(
+                f"{name_tables(names)}: with gloo row-wise tables train on batches of one size on all ranks, not on "
+                f"{sizes}; leave an uneven last batch out (drop_last), or constrain the tables to other sharding types"
+            )
+
+
+class TTRwPooledEmbeddingSharding(_EvenBatches, _TTLookups, RwPooledEmbeddingSharding):
     """Row-wise: every rank has all cores and serves its rows for the lookups of all ranks."""
 
     _sharding_type = ShardingType.ROW_WISE
 
 
-class TTTwRwPooledEmbeddingSharding(_TTLookups, TwRwPooledEmbeddingSharding):
+class TTTwRwPooledEmbeddingSharding(_EvenBatches, _TTLookups, TwRwPooledEmbeddingSharding):
     """Row-wise within a host."""
 
     _sharding_type = ShardingType.TABLE_ROW_WISE

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -84,6 +85,27 @@ def table_parameters(collection: nn.Module) -> dict[str, nn.Parameter]:
         if kind == "weight" and parameter.dim() == 2:
             parameters[table.rpartition(".")[2]] = parameter
     return parameters
+
+
+def check_same_on_ranks(mine: Mapping[str, str], process_group: dist.ProcessGroup | None) -> None:
+    """Raises ``ValueError`` on all ranks if they do not agree on a table. All ranks call it together.
+
+    Args:
+        mine: what this rank is to make of each table.
+        process_group: all ranks that shard the collection.
+    """
+    if process_group is None or dist.get_world_size(process_group) == 1:
+        return
+    every: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(every, dict(mine), group=process_group)
+    for rank, theirs in enumerate(every):
+        for name in sorted({*every[0], *theirs}):
+            if theirs.get(name) != every[0].get(name):
+                first, other = every[0].get(name, "missing"), theirs.get(name, "missing")
+                raise ValueError(
+                    f"table {name!r} is {first} on rank 0, but {other} on rank {rank}; give all ranks the same model, "
+                    "compression and plan"
+                )
 
 
 def _init_std(config: EmbeddingBagConfig) -> float:

@@ -245,8 +245,50 @@ def test_columns_are_cut_only_where_the_cores_can_be(device: str) -> None:
         found = [o for o in options_of(device, constraints) if o.name == "big" and o.sharding_type == "column_wise"]
         assert [len(o.shards) for o in found] == ([shards] if shards > 1 else [])
     constraints = {"big": ParameterConstraints(sharding_types=["column_wise"], min_partition=16)}
-    with pytest.raises(ValueError, match=r"table 'big': .*q \(4, 4, 8\).*min_partition to a multiple of 32"):
+    with pytest.raises(
+        ValueError, match=r"table 'big': .*cuts \[16\] columns wide, .*q \(4, 4, 8\).* multiples of 32, or"
+    ):
         options_of(device, constraints)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("only", ALL_TYPES)
+def test_a_sharder_that_offers_one_type_only(device: str, only: str) -> None:
+    """For tensor trains and for dense tables, also where it is a type that a planner would not choose by itself."""
+
+    class OneType(TTEmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return [only]
+
+    sizes = {"tt": (1000, 4), "dense": (1000, 4)}
+    compression = {"tt": TTSpec(1000, 4, (10, 10, 10), (1, 2, 2), (2, 2))}  # cannot be cut: one shard of columns
+    planner = make_planner(
+        compression,
+        topology=topology(2, device),
+        constraints={name: ParameterConstraints(min_partition=4) for name in sizes},
+    )
+    plan = entries(planner.plan(collection(sizes=sizes), [OneType(compression)]))
+    assert plan["tt"][:2] == (only, CUSTOMIZED)
+    assert plan["dense"][0] == only
+    assert plan["dense"][1] != CUSTOMIZED
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fewer_ranks_than_a_host_has(device: str) -> None:
+    topo = Topology(world_size=1, local_world_size=8, compute_device=device)
+    placements = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
+    for constraints in ({}, dict.fromkeys(COMPRESSION, placements)):
+        sizes = {name: SIZES[name] for name in (*COMPRESSION, "tiny")}
+        plan = make_plan(collection(sizes=sizes), topology=topo, constraints=constraints)
+        assert [plan[name][1:] for name in COMPRESSION] == [(CUSTOMIZED, [0])] * 2
+
+
+def test_torchrecs_planner_names_ours() -> None:
+    planner = EmbeddingShardingPlanner(topology(), batch_size=64, stats=[])
+    message = r"customized_kernel \(of a tensor-train table: plan with TTEmbeddingShardingPlanner\)"
+    with pytest.raises(ValueError, match=message):
+        planner.plan(collection(), [TTEmbeddingBagCollectionSharder(COMPRESSION)])
+    assert all(type(option.compute_kernel) is str for option in options_of("cpu"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec.optim
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from ranks import Ranks
 from torchrec.distributed import sharding_plan as stock_plan
@@ -302,3 +303,36 @@ def full_keys(model: DistributedModelParallel) -> set[str]:
 def test_several_collections(one_rank: Callable[..., Any], two_ranks: Ranks) -> None:
     one_rank(several_collections)
     two_ranks.run(several_collections)
+
+
+def different_specs(rank: int, world_size: int, change: str) -> None:
+    spec = SPEC if rank == 0 or change != "spec" else TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 4))
+    place = 0 if rank == 0 or change != "plan" else "rw"
+    tables = [dataclasses.replace(TABLE, spec=spec, place=place)]
+    with pytest.raises(ValueError, match=r"table 't' is .*on rank 0, but .* on rank 1; give all ranks the same model"):
+        shard(tables, world_size, seed=rank if change == "seed" else 0)
+
+
+def test_ranks_that_differ_are_told_so_on_all_ranks(two_ranks: Ranks) -> None:
+    for change in ("spec", "plan", "seed"):
+        two_ranks.run(different_specs, change)
+
+
+def row_wise_dense(rank: int, world_size: int) -> None:
+    """TorchRec's dense tables may be stepped by it beside tables that it cannot step."""
+    tables = [dataclasses.replace(TABLE, place="dp"), Table("dense", 90, 16, ("f1",), "dp")]
+    model = shard(tables, world_size)
+    optimizer = torchrec.optim.RowWiseAdagrad([p for p in model.parameters() if p.dim() > 1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    features, _ = make_batch(tables, 6, rank)
+    model(features)[0].sum().backward()
+    with pytest.raises(ValueError, match=r"table 't': torchrec's RowWiseAdagrad cannot step .*torch.optim.Adagrad"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torchrec.optim.RowWiseAdagrad([model.module.ebc.embedding_bags["dense"].weight]).step()
+    torch.optim.Adagrad([p for p in model.parameters() if p.dim() > 1]).step()
+
+
+def test_row_wise_adagrad_as_dense_optimizer(one_rank: Callable[..., Any], two_ranks: Ranks) -> None:
+    one_rank(row_wise_dense)
+    two_ranks.run(row_wise_dense)

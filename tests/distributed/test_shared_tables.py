@@ -12,7 +12,7 @@ from ranks import Ranks
 from test_twin_training import position_weights
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from twin_training import ADAGRAD, ADAM_DECAY, ROWWISE_DECAY, SGD, SGD_DECAY, same_training
+from twin_training import ADAGRAD, ADAM_DECAY, ROWWISE_DECAY, SGD, SGD_DECAY, make_variable_batch, same_training
 from twins import (
     Model,
     Reference,
@@ -133,6 +133,28 @@ def uneven(rank: int, world_size: int) -> None:
 
 def test_column_wise_tables_take_uneven_batches(two_ranks: Ranks) -> None:
     two_ranks.run(uneven)
+
+
+def uneven_rows(rank: int, world_size: int, place: str) -> None:
+    """Told on all ranks, before gloo fails; without gradients they are fine."""
+    tables = [dataclasses.replace(ROWS, place=place)]
+    model = shard(tables, world_size, (torch.optim.SGD, {"lr": 0.1}))
+    features, _ = make_batch(tables, 3 + 2 * rank, rank)
+    with torch.no_grad():
+        assert model(features)[1].shape == (3 + 2 * rank, 16)
+    message = r"table 'rows': with gloo row-wise tables train on batches of one size .* not on \[3, 5\]; .*drop_last"
+    with pytest.raises(ValueError, match=message):
+        model(features)
+    if place == "rw":
+        with pytest.raises(ValueError, match="table 'rows': with gloo"):
+            model(make_variable_batch(tables, 0, rank)[0])
+    features, _ = make_batch(tables, 3, rank)
+    model(features)[0].sum().backward()
+
+
+def test_row_wise_tables_tell_of_uneven_batches(two_ranks: Ranks) -> None:
+    for place in ("rw", "twrw0"):
+        two_ranks.run(uneven_rows, place)
 
 
 def out_of_range(rank: int, world_size: int) -> str:

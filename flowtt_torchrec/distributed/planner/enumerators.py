@@ -50,6 +50,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     * of table-wise, table-row-wise and data-parallel those that take the ranks together the least time, up to the first
       that takes no rank more than the ranks spend on everything on average; table-wise always.
 
+    Where the sharder offers none of these, as a subclass may, the table gets what it offers.
+
     No tensor train is data-parallel where the sharder has ``keep_forward_weights``, which DDP does not go with.
 
     Args:
@@ -89,6 +91,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         self._compression = dict(compression)
         self._dense_too = isinstance(compression, AutoCompression)
         self._no_gain: set[tuple[str, str]] = set()  # table and sharding type
+        self._offered: dict[str, list[str]] = {}  # sharding types that the sharder has for a table
         for name in self._compression:
             _check_constraints(name, (constraints or {}).get(name), self._dense_too)
 
@@ -110,6 +113,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             for sharder, _, name, _ in _tables(module, sharders)
             if isinstance(sharder, TT_SHARDERS) and sharder.keep_forward_weights
         }
+        self._offered = {
+            name: sharder.sharding_types(self._compute_device) for sharder, _, name, _ in _tables(module, sharders)
+        }
         self._no_gain = self._types_without_gain(module, sharders)
         options = super().enumerate(module, sharders)
         offered = {o.name for o in options if is_tt(o, self._compression)}
@@ -120,11 +126,13 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 "(TTFeatureProcessedEmbeddingBagCollectionSharder for a collection with feature processors) with the "
                 "planner's compression last among the sharders"
             )
-        kept = [o for o in options if self._is_offered(o)]
+        usable = [o for o in options if self._is_usable(o)]
+        worthwhile = {o.fqn for o in usable if self._is_worthwhile(o)}
+        kept = [o for o in usable if self._is_worthwhile(o) or o.fqn not in worthwhile]
         left = {o.fqn for o in kept}
         for option in options:
             if option.fqn not in left:
-                raise ValueError(self._why_none(option.name))
+                raise ValueError(self._why_none(option.name, [o for o in options if o.fqn == option.fqn]))
         # TorchRec takes the types and kernels of a table from a set, whose order differs from process to process
         place = {fqn: i for i, fqn in enumerate(dict.fromkeys(o.fqn for o in kept))}
         kept.sort(key=lambda o: (place[o.fqn], o.sharding_type, o.compute_kernel))
@@ -143,14 +151,14 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
 
     def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
         """As in TorchRec, but for options that are of no use to a TT table: they are not even made."""
-        kernels = super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
+        kernels = super()._filter_compute_kernels(name, [str(k) for k in allowed_compute_kernels], sharding_type)
         if name not in self._compression:
             return [k for k in kernels if k != CUSTOMIZED_KERNEL] or kernels
         if CUSTOMIZED_KERNEL not in allowed_compute_kernels:
             return kernels
         constraints = self._constraints_of(name)
         stock = constraints.compute_kernels or _DEVICE_KERNELS if self._dense_too else ()
-        tt = constraints.sharding_types or self._may_gain(name, sharding_type)
+        tt = constraints.sharding_types or self._may_gain(name, sharding_type) or self._has_no_better(name)
         return [k for k in kernels if (tt if k == CUSTOMIZED_KERNEL else k in stock)]
 
     def _may_gain(self, name: str, sharding_type: str) -> bool:
@@ -163,16 +171,23 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             return False
         return (name, sharding_type) not in self._no_gain
 
+    def _has_no_better(self, name: str) -> bool:
+        """Whether the sharder offers a table no type that a plan may gain from."""
+        return not any(self._may_gain(name, sharding_type) for sharding_type in self._offered.get(name, ()))
+
     def _ddp_averages(self, name: str, sharding_type: str) -> bool:
         return sharding_type != DATA_PARALLEL or name not in self._tt_storage.kept_forward_weights
 
-    def _is_offered(self, option: ShardingOption) -> bool:
-        """Whether an option can be used, and a column-wise one that is not asked for has several shards."""
+    def _is_usable(self, option: ShardingOption) -> bool:
         if not is_tt(option, self._compression):
             dense = self._dense_too or option.name not in self._compression  # else of grid sharding, say
             return dense and option.compute_kernel != CUSTOMIZED_KERNEL
-        if not self._can_be_cut(option) or not self._ddp_averages(option.name, option.sharding_type):
-            return False
+        return self._can_be_cut(option) and self._ddp_averages(option.name, option.sharding_type)
+
+    def _is_worthwhile(self, option: ShardingOption) -> bool:
+        """Whether a tensor train's column-wise option that is not asked for has several shards."""
+        if not is_tt(option, self._compression):
+            return True
         asked_for = bool(self._constraints_of(option.name).sharding_types)
         return asked_for or option.sharding_type not in COLUMN_TYPES or len(option.shards) > 1
 
@@ -229,7 +244,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     def _constraints_of(self, name: str) -> ParameterConstraints:
         return (self._constraints or {}).get(name) or _UNCONSTRAINED
 
-    def _why_none(self, name: str) -> str:
+    def _why_none(self, name: str, options: list[ShardingOption]) -> str:
         if name not in self._compression:
             return (
                 f"table {name!r} is dense and its constraints leave it no sharding type that TorchRec has on "
@@ -244,10 +259,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 "leave keep_forward_weights out"
             )
         step = self._compression[name].column_step
+        widths = sorted({shard.size[1] for o in options if o.sharding_type in COLUMN_TYPES for shard in o.shards})
         return (
-            f"table {name!r}: its constraints leave column-wise shards only that its TTSpec, with q "
-            f"{self._compression[name].q}, cannot be cut into; set min_partition to a multiple of {step}, or allow "
-            "other sharding types"
+            f"table {name!r}: its constraints leave column-wise shards only, which TorchRec cuts {widths} columns "
+            f"wide, and its TTSpec, with q {self._compression[name].q}, can be cut every {step} columns; set "
+            f"min_partition so that widths are multiples of {step}, or allow other sharding types"
         )
 
     def _may_be_tt(self, option: ShardingOption) -> bool:

@@ -181,7 +181,7 @@ class TTPerfEstimator(ShardEstimator):
         self._topology = topology
         self._compression = compression
         self._constraints = constraints
-        self._stock = EmbeddingPerfEstimator(topology=topology, constraints=constraints)
+        self._stock = EmbeddingPerfEstimator(topology=_no_part_of_a_host(topology), constraints=constraints)
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """Sets ``shard.perf`` of all options; options of the customised kernel without a spec are left alone."""
@@ -235,6 +235,15 @@ class TTPerfEstimator(ShardEstimator):
         bandwidth = topology.intra_host_bw if one_host else topology.inter_host_bw
         sent = self._compression[option.name].num_bytes(option.tensor.element_size()) * 2 * (ranks - 1) / ranks
         return sent / bandwidth
+
+
+def _no_part_of_a_host(topology: Topology) -> Topology:
+    """The topology, hosts having no more ranks than there are; for a part of a host TorchRec counts negative time."""
+    if topology.local_world_size <= topology.world_size:
+        return topology
+    filled = copy.copy(topology)
+    filled._local_world_size = topology.world_size
+    return filled
 
 
 def _is_shared(option: ShardingOption) -> bool:
