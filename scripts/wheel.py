@@ -5,7 +5,7 @@
     make test-wheel                         two environments in build/wheel/: torch alone, and torch with torchrec
     make test-wheel ARGS="--python python3.13 --torch 2.12.1"
 
-The tests run are the repository's own, away from the repository, so that nothing but the installed package is found.
+Examples and tests are the repository's own, run away from it, so that nothing but the installed package is found.
 pip's own settings hold: PIP_INDEX_URL and the like choose where torch comes from and whether it is a build for the CPU.
 """
 
@@ -17,34 +17,53 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-# What an environment has beside torch and the wheel, and which tests hold there.
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed beside the wheel, and what has to work then."""
+
+    extras: str
+    requirements: tuple[str, ...]  # of the tested set, by name or path
+    example: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
 ENVIRONMENTS = {
-    "torch": ("", ["tests/test_ops.py", "tests/test_embedding_bag.py", "tests/test_cuda_library.py"]),
-    "torchrec": ("[torchrec]", ["tests/distributed/test_twin_training.py", "tests/distributed/test_plan_file.py"]),
+    "torch": Environment(
+        extras="",
+        requirements=("torch",),
+        example=("python", "examples/plain_pytorch.py"),
+        tests=("tests/test_ops.py", "tests/test_embedding_bag.py", "tests/test_cuda_library.py", "-k", "not emulated"),
+    ),
+    "torchrec": Environment(
+        extras="[torchrec]",
+        requirements=("torch", "torchrec", "./requirements/fbgemm-gpu-shim"),
+        example=("torchrun", "--nproc_per_node", "2", "examples/torchrec_tensor_trains.py"),
+        tests=("tests/distributed/test_twin_training.py", "tests/distributed/test_plan_file.py"),
+    ),
 }
-USE = """
-import importlib.util, sys, torch, flowtt_torchrec
-from flowtt_torchrec import TTEmbeddingBag, TTSpec, ops
+CHECK = """
+import flowtt_torchrec, importlib.util, sys, torch
+from flowtt_torchrec import ops
 assert "site-packages" in flowtt_torchrec.__file__, flowtt_torchrec.__file__
-assert ops.backend_info().name == "native", ops.backend_info()
-bag = TTEmbeddingBag(1000, 16, spec=TTSpec.suggest(1000, 16, rank=4))
-bag(torch.tensor([1, 2, 999]), torch.tensor([0, 2])).sum().backward()
-has_torchrec = importlib.util.find_spec("torchrec") is not None
-assert has_torchrec == (sys.argv[1] == "torchrec")
-print(f"flowtt-torchrec {flowtt_torchrec.__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, "
-      f"{'with' if has_torchrec else 'without'} torchrec: imported, and trained")
+assert ops.backend_info().error is None, ops.backend_info()
+assert (importlib.util.find_spec("torchrec") is not None) == (sys.argv[1] == "torchrec")
+print(f"== flowtt-torchrec {flowtt_torchrec.__version__} with {sys.argv[1]}: Python {sys.version.split()[0]}, "
+      f"torch {torch.__version__}", flush=True)
 """
 
 
-def run(*command: str | Path, folder: Path = ROOT) -> None:
-    # The package must be the installed one, and the tools must not find this repository's environment.
+def run(*command: str | Path, folder: Path = ROOT, path: str = os.environ["PATH"]) -> None:
+    # The package must be the installed one.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "PATH": path}
     subprocess.run([str(part) for part in command], cwd=folder, env=environment, check=True)
 
 
@@ -71,23 +90,25 @@ def pinned(package: str) -> str:
 def test(name: str, python: str, torch: str, keep: bool) -> None:
     """Installs the wheel in a new environment, and uses it."""
     start = time.monotonic()
-    extras, tests = ENVIRONMENTS[name]
+    environment = ENVIRONMENTS[name]
     folder = ROOT / "build" / "wheel" / name
     shutil.rmtree(folder, ignore_errors=True)
-    run(python, "-m", "venv", folder / "venv", folder=ROOT)
-    inside = folder / "venv" / "bin" / "python"
-    packages = [f"torch=={torch}", f"{wheel()}{extras}", *TOOLS]
-    if name == "torchrec":
-        packages += [ROOT / "requirements" / "fbgemm-gpu-shim", f"torchrec=={pinned('torchrec')}"]
-    run(inside, "-m", "pip", "install", "--quiet", *packages)
-    run(inside, "-m", "pip", "check")
-    shutil.copytree(ROOT / "tests", folder / "tests")
+    run(python, "-m", "venv", folder / "venv")
+    scripts = folder / "venv" / "bin"
+    versions = {"torch": torch, "torchrec": pinned("torchrec")}
+    packages = [f"{one}=={versions[one]}" if one in versions else one for one in environment.requirements]
+    run(scripts / "python", "-m", "pip", "install", "--quiet", f"{wheel()}{environment.extras}", *packages, *TOOLS)
+    run(scripts / "python", "-m", "pip", "check")
+    for part in ("tests", "examples"):
+        shutil.copytree(ROOT / part, folder / part)
     shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
-    run(inside, "-c", USE, name, folder=folder)
-    run(inside, "-m", "pytest", "-q", "-m", "not slow", *tests, folder=folder)
+    path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+    run(scripts / "python", "-c", CHECK, name, folder=folder)
+    run(scripts / environment.example[0], *environment.example[1:], folder=folder, path=path)
+    run(scripts / "python", "-m", "pytest", "-q", "-m", "not slow", *environment.tests, folder=folder, path=path)
     if not keep:
         shutil.rmtree(folder)
-    print(f"== the wheel passed with {name}, in {time.monotonic() - start:.0f} seconds", flush=True)
+    print(f"== the wheel works with {name}; {time.monotonic() - start:.0f} seconds", flush=True)
 
 
 def main() -> None:
