@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from flowtt_torchrec.calibration import calibrate
+from flowtt_torchrec.calibration import calibrate, refit
+from flowtt_torchrec.files import write_atomically
 from flowtt_torchrec.machine import cpu_model
 from flowtt_torchrec.ops import backend_info
 from flowtt_torchrec.precision import compute_dtype
@@ -52,6 +53,13 @@ def _calibrate(options: argparse.Namespace) -> None:
         raise ValueError("--device cuda: torch finds no GPU here")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if options.model != "planner":
+        fitted = refit(options.model)
+        write_atomically(options.output, json.dumps(fitted, indent=1) + "\n")
+        quality = "predicted over measured: {p10:.2f} (10 %), {median:.2f} (median), {p90:.2f} (90 %)".format(**fitted)
+        _show({name: f"{value:.4g} ns" for name, value in fitted["constants"].items()} | {"fit": quality})
+        _say(f"written to {options.output}; they are the defaults of Constants in {options.model}_costs.py")
+        return
     costs = calibrate(options.device)
     costs.save(options.output)
     _show({"costs": costs.source, "forward": str(costs.forward), "backward": str(costs.backward)})
@@ -142,6 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="print what is installed, and which backend runs the ops and why")
     env.set_defaults(run=_print_environment)
     measure = commands.add_parser("calibrate", help="measure what lookups cost here, for the planner (planner.costs)")
+    measure.add_argument(
+        "--model",
+        choices=["planner", "lookup", "step"],
+        default="planner",
+        help="whose constants (%(default)s); lookup and step, which choose strategies and shapes, are in the source",
+    )
     measure.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     measure.add_argument("--output", type=Path, default="flowtt_costs.json", metavar="FILE", help="JSON (%(default)s)")
     measure.add_argument("--threads", type=int, metavar="N", help="CPU threads of a rank (default: all)")

@@ -8,11 +8,13 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowtt_torchrec import ops
+from flowtt_torchrec.cost_fits import fit, fit_lookup_costs, fit_step_costs
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
 from flowtt_torchrec.machine import device_name
 from flowtt_torchrec.optimizers import OptimizerSpec
@@ -58,23 +60,36 @@ def calibrate(
     cases = itertools.product(shapes or SHAPES, lookups or LOOKUPS)
     samples = [_measure(torch.device(device), *shape, n, repeats) for shape, n in cases]
     bandwidth = _bandwidth(torch.device(device), repeats)
-    name = device_name(device)
-    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    today = datetime.date.today().isoformat()
+    measured = _measured_on(device)
+    threads = f", {measured['threads']} threads" if device == "cpu" else ""
     return CostConstants(
         device,
-        f"measured on {name}{threads}, {today}",
+        f"measured on {measured['machine']}{threads}, {measured['date']}",
         _fit([s.features for s in samples], [s.forward_ms for s in samples], bandwidth),
         _fit([s.features for s in samples], [s.backward_ms for s in samples], bandwidth),
-        {
-            "machine": name,
-            "platform": platform.platform(),
-            "threads": torch.get_num_threads(),
-            "date": today,
-            "versions": versions(),
-            "backend": ops.backend_info().name,
-        },
+        measured,
     )
+
+
+def refit(model: str) -> dict[str, Any]:
+    """Fits the constants of a cost model that is the same on all machines, and says how well.
+
+    Args:
+        model: ``"lookup"`` for `lookup_costs`, ``"step"`` for `step_costs`.
+    """
+    fitted = fit_lookup_costs() if model == "lookup" else fit_step_costs()
+    return {"model": model, **fitted._asdict(), "measured": _measured_on("cpu")}
+
+
+def _measured_on(device: str) -> dict[str, Any]:
+    return {
+        "machine": device_name(device),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "backend": ops.backend_info().name,
+    }
 
 
 def _measure(device: torch.device, rows: int, columns: int, rank: int, lookups: int, repeats: int) -> Sample:
@@ -117,21 +132,7 @@ def _now(device: torch.device) -> float:
 
 
 def _fit(features: Sequence[Sequence[float]], times: Sequence[float], bytes_per_ms: float) -> PassCost:
-    """Times a unit of operations, lookups and flows: least squares of the relative errors, none of them negative.
-
-    Three unknowns are few enough to try which of them are 0.
-    """
-    target = torch.tensor(times, dtype=torch.float64)
-    table = torch.tensor(features, dtype=torch.float64) / target[:, None]
-    ones = torch.ones_like(target)
-    best, least = None, float("inf")
-    for used in (kept for n in (3, 2, 1) for kept in itertools.combinations(range(3), n)):
-        if 0 not in used:
-            continue  # products are never for nothing
-        found = torch.linalg.lstsq(table[:, list(used)], ones[:, None], driver="gelsd").solution[:, 0]
-        error = float((table[:, list(used)] @ found - ones).square().sum())
-        if bool((found > 0).all()) and error < least:
-            best, least = dict(zip(used, found.tolist())), error
-    if best is None:
-        raise RuntimeError("the times do not grow with the work; calibrate on a machine that does nothing else")
-    return PassCost(1 / best[0], bytes_per_ms, best.get(1, 0.0), best.get(2, 0.0))
+    """Times a unit of operations, lookups and flows. Products are never for nothing."""
+    amounts = [dict(zip(("flop", "lookup", "flow"), sample)) for sample in features]
+    found = fit(amounts, times, always=("flop",)).constants
+    return PassCost(1 / found["flop"], bytes_per_ms, found["lookup"], found["flow"])

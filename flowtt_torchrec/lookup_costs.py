@@ -7,6 +7,7 @@ docs/notes/cpu_kernels.md for both, and for why only `flowtt_torchrec.materialis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ STRATEGIES = ("prefix", "unique", "direct", "materialised")
 
 class Constants(NamedTuple):
     """What the parts of a forward pass take, in ns on one thread (machine and fit: docs/notes/cpu_kernels.md).
+
+    ``python -m flowtt_torchrec calibrate --model lookup`` fits them anew.
 
     Attributes:
         lookup: key, sort and bag of a lookup.
@@ -104,24 +107,48 @@ def table_counts(layout: TTLayout, offsets: Tensor, plan: FlowPlan) -> list[Coun
     return [Counts(*counts) for counts in zip(lookups, of_rows, of_flows)]
 
 
+def strategy_amounts(spec: TTSpec, counts: Counts) -> dict[str, dict[str, float]]:
+    """How often each of the `Constants` occurs in a forward pass over one table, by strategy; 0 if not named."""
+    n, rows, flows = counts
+    slice_bytes = 4 * spec.core_sizes[-2] // spec.p[-2]
+    far = 4 * spec.num_embeddings * spec.embedding_dim > FAR_BYTES
+    lookups = {"lookup": n, "lookup_element": n * spec.embedding_dim}
+
+    def products(rows: int, prefixes: int) -> dict[str, float]:
+        return {
+            "row": rows,
+            "row_flop": rows * spec.flops_per_row,
+            "prefix": prefixes,
+            "prefix_flop": prefixes * spec.flops_per_prefix,
+        }
+
+    return {
+        "prefix": {**lookups, **products(rows, flows)},
+        "unique": {**lookups, **products(rows, rows)},
+        "direct": {
+            "direct_lookup": n,
+            "lookup_element": n * spec.embedding_dim,
+            **products(n, n),
+            "slice_byte": n * slice_bytes,
+        },
+        "materialised": {
+            "gather_lookup": n,
+            "gather_element": n * spec.embedding_dim,
+            "gather_far_row": rows if far else 0,
+        },
+    }
+
+
 def estimate(name: str, spec: TTSpec, counts: Counts, constants: Constants = MEASURED) -> Estimate:
     """What the lookups of one table would take."""
-    c, dim = constants, spec.embedding_dim
-    a_row = c.row + c.row_flop * spec.flops_per_row
-    a_prefix = c.prefix + c.prefix_flop * spec.flops_per_prefix
-    slice_bytes = 4 * spec.core_sizes[-2] // spec.p[-2]
-    n, rows, flows = counts
+
+    def time(amounts: Mapping[str, float]) -> float:
+        return sum(getattr(constants, part) * amount for part, amount in amounts.items())
+
+    times = {strategy: time(amounts) for strategy, amounts in strategy_amounts(spec, counts).items()}
     every = spec.num_embeddings
-    far = c.gather_far_row if 4 * every * dim > FAR_BYTES else 0.0
-    lookups = n * (c.lookup + c.lookup_element * dim)
-    times = {
-        "prefix": lookups + rows * a_row + flows * a_prefix,
-        "unique": lookups + rows * (a_row + a_prefix),
-        "direct": n * (c.direct_lookup + c.lookup_element * dim + a_row + a_prefix + c.slice_byte * slice_bytes),
-        "materialised": n * (c.gather_lookup + c.gather_element * dim) + rows * far,
-    }
-    make = every * (c.lookup + c.lookup_element * dim + a_row) + -(-every // spec.p[-1]) * a_prefix
-    return Estimate(name, counts, times, make, 4 * every * dim)
+    make = time(strategy_amounts(spec, Counts(every, every, -(-every // spec.p[-1])))["prefix"])
+    return Estimate(name, counts, times, make, 4 * every * spec.embedding_dim)
 
 
 def explain(layout: TTLayout, offsets: Tensor, plan: FlowPlan) -> list[Estimate]:

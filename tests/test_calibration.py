@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtt_torchrec import calibration
+from flowtt_torchrec import calibration, lookup_costs, step_costs
 from flowtt_torchrec.__main__ import main
 from flowtt_torchrec.calibration import _fit, calibrate
+from flowtt_torchrec.cost_fits import fit, fit_lookup_costs, fit_step_costs
 from flowtt_torchrec.planner_costs import DEFAULTS, CostConstants, PassCost, default_costs
 
 WORK = [(1e6, 100.0, 90.0), (4e6, 1000.0, 100.0), (8e6, 300.0, 299.0), (2e5, 3000.0, 10.0), (9e7, 9000.0, 3000.0)]
@@ -81,3 +82,30 @@ def test_the_command_writes_what_it_measured(
     main()
     assert json.loads(output.read_text())["device"] == "cpu"
     assert CostConstants.load(output).source in capsys.readouterr().out
+
+
+def test_a_fit_leaves_out_what_costs_nothing_and_keeps_what_must() -> None:
+    amounts = [{"a": float(a), "b": float(b), "c": 1.0} for a in (1, 2, 5) for b in (1, 3, 4)]
+    found = fit(amounts, [3 * sample["a"] + 7 - 0.01 * sample["b"] for sample in amounts])
+    assert found.constants == pytest.approx({"a": 3.0, "b": 0.0, "c": 7.0}, rel=0.02)
+    assert 0.98 < found.p10 <= found.median <= found.p90 < 1.02
+    with pytest.raises(RuntimeError, match="do not grow with the work"):
+        fit(amounts, [100 - sample["a"] for sample in amounts], always=("a",))
+
+
+def test_the_models_of_the_source_are_fitted_to_times_of_their_own_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lookup = fit_lookup_costs(shapes=((1_000, 16, 4), (100_000, 32, 8)), lookups=(500,), repeats=1)
+    assert lookup.constants.keys() == lookup_costs.MEASURED._asdict().keys()
+    assert lookup.samples == 2 * 3 * 4
+    step = fit_step_costs(shapes=5, lookups=500, repeats=1)
+    assert step.constants.keys() == step_costs.MEASURED._asdict().keys()
+    assert step.samples == 5 * 3
+
+    output = tmp_path / "step.json"
+    monkeypatch.setattr(calibration, "fit_step_costs", lambda: step)
+    monkeypatch.setattr(sys, "argv", ["flowtt_torchrec", "calibrate", "--model", "step", "--output", str(output)])
+    main()
+    assert json.loads(output.read_text())["constants"] == step.constants
+    assert "step_costs.py" in capsys.readouterr().out
