@@ -112,7 +112,7 @@ class Planning:
 
     Attributes:
         tables: of the model.
-        specs: of the tensor trains; with ``compression.tables=auto`` known after `plan`.
+        specs: of the tensor trains, once there is a plan; until then of the tables that may be.
 
     Raises:
         ConfigError: a setting does not go with the data.
@@ -131,30 +131,21 @@ class Planning:
         tables = table_configs(dataset, config.model.embedding_dim)
         self._settings, self._machine = config.planner, machine
         self._loaded = self._load(config.model, tables, dataset.num_dense)
-        self.specs: Mapping[str, TTSpec] = (
-            choose_specs(config.compression, tables, config.model.data_type)
-            if self._loaded is None
-            else self._loaded.compression
-        )
-        if self._loaded is None and config.compression.tables == "auto":
-            self.specs = (
-                AutoCompression(self.specs)
-                if saved_trains is None
-                else {name: spec for name, spec in self.specs.items() if name in saved_trains}
-            )
-        types = data_types(config.compression, tables, self.specs, config.model.data_type)
-        _check_dense_type(config, machine.kind, [table.name for table in tables if table.name not in self.specs])
+        offered = self._offered(config, tables, saved_trains)
+        self.specs: Mapping[str, TTSpec] = offered
+        types = data_types(config.compression, tables, offered, config.model.data_type)
+        _check_dense_type(config, machine.kind, [table.name for table in tables if table.name not in offered])
         self.tables = [replace(table, data_type=types[table.name]) for table in tables]
         self.model = build_dlrm(config.model, self.tables, dataset.num_dense, device)
         optimize_tables_in_backward(self.model, config.optimizer)
-        self.sharders = make_sharders(self.specs, config.training.seed)
-        self.compression = CompressionStats(self.specs, announce=False)
-        printed = [TTEmbeddingStats(self.specs)] if config.report.print_sharding_plan else []
+        self.sharders = make_sharders(offered, config.training.seed)
+        self.compression = CompressionStats(offered, announce=False)
+        printed = [TTEmbeddingStats(offered)] if config.report.print_sharding_plan else []
         hbm = machine.hbm if config.planner.hbm is None else parse_bytes(config.planner.hbm)
         ddr = machine.ddr if config.planner.ddr is None else parse_bytes(config.planner.ddr)
         self._planner = TTEmbeddingShardingPlanner(
             topology=make_topology(replace(machine, hbm=hbm, ddr=ddr)),
-            compression=self.specs,
+            compression=offered,
             batch_size=config.training.batch_size,
             costs=self._costs(),
             pipeline_type=PipelineType.TRAIN_SPARSE_DIST,
@@ -166,14 +157,27 @@ class Planning:
                     sharding_types=_allowed_types(
                         (saved_types or {}).get(name),
                         machine.kind,
-                        narrow=element_size(types[name]) < 4,
-                        train=name in self.specs,
+                        has_16_bits=element_size(types[name]) < 4,
+                        train=name in offered,
                     ),
                     compute_kernels=_allowed_kernels(config, machine.kind),
                 )
                 for name, factor in zip(dataset.table_names, dataset.pooling_factors)
             },
         )
+
+    def _offered(
+        self, config: TrainConfig, tables: Sequence[EmbeddingBagConfig], saved_trains: Collection[str] | None
+    ) -> Mapping[str, TTSpec]:
+        """Specs that the planner is offered: of tables that are tensor trains or, with ``auto``, may become so."""
+        if self._loaded is not None:
+            return self._loaded.compression
+        specs = choose_specs(config.compression, tables, config.model.data_type)
+        if config.compression.tables != "auto":
+            return specs
+        if saved_trains is None:
+            return AutoCompression(specs)
+        return {name: spec for name, spec in specs.items() if name in saved_trains}
 
     def plan(self, group: dist.ProcessGroup | None = None) -> ShardingPlan:
         """Plans, on rank 0 of the group for all of it, or takes the plan of ``planner.plan``; writes it if asked to.
@@ -261,12 +265,12 @@ def _check_dense_type(config: TrainConfig, device: str, dense: Sequence[str]) ->
         )
 
 
-def _allowed_types(saved: str | None, device: str, *, narrow: bool, train: bool) -> list[str] | None:
+def _allowed_types(saved: str | None, device: str, *, has_16_bits: bool, train: bool) -> list[str] | None:
     """Sharding types of a table that was ``saved`` with one, or whose numbers have 16 bits; else all.
 
     A tensor ``train`` is not cut into the rows of all ranks: those are many options that no plan gains from.
     """
-    if saved is None and not narrow:
+    if saved is None and not has_16_bits:
         return None
     data_parallel = DATA_PARALLEL
     if saved == data_parallel:
