@@ -96,7 +96,7 @@ bench: $(BUILT) $(DEV)
 
 # The documentation, to build/docs; warnings are errors. The tests run the code of its pages.
 docs: $(BUILT) $(DOCS)
-	$(ACTIVATE) && python -m sphinx -W --keep-going --quiet -b html docs build/docs
+	$(ACTIVATE) && python -m sphinx -E -W --keep-going --quiet -b html docs build/docs
 
 clean:
 	rm -rf build *.egg-info flowtt_torchrec/_C*.so $(BUILT)

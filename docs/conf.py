@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -18,6 +20,10 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["pictures"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+toc_object_entries_show_parents = "hide"
 pygments_dark_style = "native"
 
 myst_enable_extensions = ["colon_fence"]
@@ -34,3 +40,13 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+
+
+def keep_colons(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in an attribute's first line for its type; ours are sentences."""
+    if what in ("attribute", "property", "data"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", keep_colons, priority=100)  # before Napoleon's 500

@@ -45,8 +45,9 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_optimizers_in_backward.py::test_learning_rate_schedules",
             f"{D}test_optimizers_in_backward.py::test_warmup",
         ],
-        "any torch optimizer for data-parallel tables": [
-            f"{D}test_optimizers_in_backward.py::test_unsupported_optimizers_are_fine_for_data_parallel_tables"
+        "any torch optimizer for data-parallel tables (TorchRec's `RowWiseAdagrad` is refused there by name)": [
+            f"{D}test_optimizers_in_backward.py::test_unsupported_optimizers_are_fine_for_data_parallel_tables",
+            f"{D}test_sharder_errors.py::test_row_wise_adagrad_as_dense_optimizer",
         ],
         "FBGEMM's gradient clipping is refused by name": [f"{D}test_optimizers_in_backward.py::test_clipping"],
     },
