@@ -15,13 +15,15 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from flowtt_torchrec.training.errors import UserError
+from flowtt_torchrec.training.errors import UserError, say_error
 from flowtt_torchrec.training.options import parse
 from flowtt_torchrec.training.settings import to_yaml
 
 _SAME_ERROR_GRACE_SECONDS = 1.0
 _LOST_PEER_GRACE_SECONDS = 10.0
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Application timeout")
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
+_ASKED_FOR = re.compile(r"allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 _WRONG_INDEX = re.compile(r"index .* is out of range; allowed: .*")
 
 
@@ -52,8 +54,7 @@ def _end(error: Exception) -> int:
         if lost_peer or _rank() > 0:
             # Mostly rank 0 says the same, or another rank says why, and torchrun ends this one while it waits.
             time.sleep(_LOST_PEER_GRACE_SECONDS if lost_peer else _SAME_ERROR_GRACE_SECONDS)
-        on_rank = f" on rank {_rank()}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"train_dlrm.py: error{on_rank}: {message}", file=sys.stderr, flush=True)
+        say_error(message)
     if dist.is_initialized():  # tidying up would wait for the others, who may wait for this process
         sys.stdout.flush()
         sys.stderr.flush()
@@ -65,6 +66,13 @@ def _message_for_user(error: Exception) -> str | None:
     """What to tell the user, or None for a bug of ours."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        asked = match[1] if (match := _ASKED_FOR.search(str(error))) else None
+        return (
+            f"out of memory{'' if asked is None else f', when {asked} more were asked for'}. Use a smaller "
+            "training.batch_size or training.test_batch_size, compress more tables (compression.*), or use more ranks; "
+            "--dry-run shows what the tables take"
+        )
     if isinstance(error, IndexError | RuntimeError):  # from the operators, and from gloo and nccl
         if match := _WRONG_INDEX.search(str(error)):
             return match[0]

@@ -219,6 +219,8 @@ class TrainingConfig:
     """By default FLOWTT_DEVICE, else cuda if there is a GPU."""
     threads: int | None = None
     """CPU threads of a process; by default the cores divided by the processes of the host."""
+    start_timeout: float = 120.0
+    """Seconds that a rank waits at the start for the others; after it, collectives have torch's own time-outs."""
     log_every: int = 50
     stop_on_nonfinite: bool = True
     """Stop when a loss, a weight or a prediction is not a finite number. Such a model is not saved in either case."""
@@ -232,6 +234,7 @@ class TrainingConfig:
         _at_least(self, 1, "batch_size", "test_batch_size", "limit_train_batches", "limit_val_batches")
         _at_least(self, 1, "validation_freq_within_epoch", "threads", "log_every", "epochs", "prefetch_batches")
         _at_least(self, 0, "profile_steps")
+        _positive(self, "start_timeout")
 
 
 @dataclass

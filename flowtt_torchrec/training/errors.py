@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 class UserError(Exception):
     """Something the user gave is wrong. The message names it, says what is allowed, and needs no traceback."""
@@ -17,3 +20,9 @@ class DivergenceError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be used: missing parts, or made by a run that this one does not continue."""
+
+
+def say_error(message: str) -> None:
+    """Prints the one message that a process ends with."""
+    on_rank = f" on rank {os.environ.get('RANK', 0)}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    print(f"train_dlrm.py: error{on_rank}: {message}", file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ def run(invocation: Invocation) -> None:
     _check_backend()
     training = invocation.config.training
     with (
-        process_group(choose_device(training.device), training.threads) as runtime,
+        process_group(choose_device(training.device), training.threads, training.start_timeout) as runtime,
         _held_folders(invocation, runtime, console),
     ):
         train(invocation, runtime, console)

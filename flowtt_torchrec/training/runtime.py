@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flowtt_torchrec.training.config import TrainingConfig
 from flowtt_torchrec.training.errors import ConfigError
+from flowtt_torchrec.training.rendezvous import join
 
 T = TypeVar("T")
 
@@ -48,12 +50,15 @@ def choose_device(wanted: str | None, must_exist: bool = True) -> str:
 
 
 @contextmanager
-def process_group(device_kind: str, threads: int | None) -> Iterator[Runtime]:
+def process_group(
+    device_kind: str, threads: int | None, start_timeout: float = TrainingConfig.start_timeout
+) -> Iterator[Runtime]:
     """Joins the process group that torchrun or torchx describe in the environment, or makes one of one process.
 
     Args:
         device_kind: ``"cpu"`` (gloo) or ``"cuda"`` (nccl, with gloo for what is on the host).
         threads: CPU threads of this process; by default the cores divided by the processes of the host.
+        start_timeout: seconds to wait for the other ranks.
     """
     launched = "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -68,7 +73,7 @@ def process_group(device_kind: str, threads: int | None) -> Iterator[Runtime]:
         torch.cuda.set_device(device)
     backend = "gloo" if device_kind == "cpu" else "cpu:gloo,cuda:nccl"
     if launched:
-        dist.init_process_group(backend)
+        join(backend, start_timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield Runtime(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from flowtt_torchrec.training import job
 from flowtt_torchrec.training.cli import main
@@ -64,6 +67,27 @@ def test_errors_of_the_operators_that_users_can_mend(
     monkeypatch.setattr(job, "run", fail)
     monkeypatch.setattr("flowtt_torchrec.training.cli._LOST_PEER_GRACE_SECONDS", 0)
     assert said in _fails(["--config", str(tiny)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "asked"),
+    [
+        (lambda: torch.empty(1 << 52, dtype=torch.int8), ", when 4503599627370496 bytes more were asked for"),
+        (lambda: np.empty(1 << 52, dtype=np.int8), ", when 4.00 PiB more were asked for"),
+        (lambda: bytearray(1 << 62), ". Use"),
+    ],
+)
+def test_out_of_memory_is_told(
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    allocate: Callable[[], object],
+    asked: str,
+) -> None:
+    monkeypatch.setattr(job, "run", lambda invocation: allocate())
+    error = _fails(["--config", str(tiny)], capsys)
+    assert f"out of memory{asked}" in error
+    assert "smaller training.batch_size" in error
 
 
 def test_bugs_show_their_traceback(
