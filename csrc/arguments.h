@@ -252,8 +252,12 @@ std::vector<UpdateRule<T>> update_rules(Optimizer optimizer, double learning_rat
                                         double beta1, double beta2, const std::vector<int64_t>& steps,
                                         int64_t rounding_seed) {
   std::vector<UpdateRule<T>> rules;
-  for (const int64_t step : steps) {
-    rules.push_back(update_rule<T>(optimizer, learning_rate, eps, weight_decay, beta1, beta2, step, rounding_seed));
+  rules.reserve(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    // Most tables have made as many steps as their neighbour, and powers take time.
+    rules.push_back(i > 0 && steps[i] == steps[i - 1] ? rules.back()
+                                                      : update_rule<T>(optimizer, learning_rate, eps, weight_decay,
+                                                                       beta1, beta2, steps[i], rounding_seed));
   }
   return rules;
 }

@@ -130,7 +130,8 @@ def load_fused_adam(rank: int, world_size: int, folder: Path) -> None:
     optimizers.load_state_dict(state["optimizer"])
     train_steps(model, optimizers, rank, 1)
     for name, of_core in optimizers.state_dict()["state"].items():
-        assert [float(value) for key, value in of_core.items() if key.endswith("step")] == [3], name
+        steps = 1 + 1 if "tt_core" in name else 2 + 1  # its averages are still those of before the load
+        assert [float(value) for key, value in of_core.items() if key.endswith("step")] == [steps], name
 
 
 def train_steps(model: DistributedModelParallel, optimizers: Any, rank: int, steps: int) -> None:
@@ -141,7 +142,7 @@ def train_steps(model: DistributedModelParallel, optimizers: Any, rank: int, ste
         optimizers.step()
 
 
-def test_adam_keeps_the_number_of_steps(one_rank: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_converted_table_keeps_its_own_number_of_steps(one_rank: Callable[..., Any], tmp_path: Path) -> None:
     one_rank(save_dense_adam, tmp_path)
     one_rank(load_fused_adam, tmp_path)
 
