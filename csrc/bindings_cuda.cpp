@@ -30,7 +30,7 @@
 namespace flowtt {
 namespace {
 
-std::atomic<bool> deterministic{false}, tf32{false}, by_work{true}, steal{true}, checkpoint{true};
+std::atomic<bool> deterministic{false}, tf32{false}, by_work{true}, steal{true}, hands_over{true};
 std::atomic<int64_t> row_bytes{64 << 20};
 
 #ifdef FLOWTT_CUDA_EMULATION
@@ -103,7 +103,7 @@ class Workspace {
               return tensors_.back().data_ptr();
             },
             stream_,
-            {by_work, steal, checkpoint},
+            {by_work, steal, hands_over},
             row_bytes,
             tf32};
   }
@@ -337,10 +337,10 @@ void use_cuda_row_bytes(int64_t most) {
   row_bytes = most;
 }
 
-void use_cuda_mapping(bool shares_by_work, bool steals, bool checkpoints) {
+void use_cuda_mapping(bool shares_by_work, bool steals, bool handover) {
   by_work = shares_by_work;
   steal = steals;
-  checkpoint = checkpoints;
+  hands_over = handover;
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ void define_ops(Library& m) {
       "cuda_setting(Tensor tables, bool backward, int shared_limit, int element_bytes) "
       "-> (int tile_rows, int shared_bytes, int slab)");  // how the kernels of these tables are launched
   m.def("raise_cuda_fault() -> ()");  // what the current device has found wrong with a batch, if anything
-  m.def("use_cuda_mapping(bool by_work, bool steal, bool checkpoint=True) -> ()");  // for ablations
+  m.def("use_cuda_mapping(bool by_work, bool steal, bool handover=True) -> ()");  // for ablations
   m.def("use_cuda_row_bytes(int most) -> ()");     // memory for rows and for their gradients
   m.def("use_deterministic_cuda(bool on) -> ()");  // mirrors torch.use_deterministic_algorithms
   m.def("use_cuda_tf32(bool on) -> ()");           // mirrors torch.backends.cuda.matmul.fp32_precision

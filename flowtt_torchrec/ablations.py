@@ -19,7 +19,7 @@ class Mapping:
     flow: Flow = Flow.PREFIX
     by_work: bool = True
     steal: bool = True
-    checkpoint: bool = True
+    handover: bool = True
 
 
 _current = Mapping()
@@ -32,7 +32,7 @@ def current() -> Mapping:
 
 @contextmanager
 def ablation(
-    *, flow: str | None = None, by_work: bool | None = None, steal: bool | None = None, checkpoint: bool | None = None
+    *, flow: str | None = None, by_work: bool | None = None, steal: bool | None = None, handover: bool | None = None
 ) -> Iterator[None]:
     """Within the block, all ops of this process take other ways to the same numbers, but for rounding.
 
@@ -45,7 +45,7 @@ def ablation(
         by_work: thread blocks of the CUDA kernels begin with shares of equal work, else of equal numbers of rows. On
             the CPU this and the following do nothing.
         steal: thread blocks without work take some of others'.
-        checkpoint: products of long flows are handed from thread block to thread block, else made again.
+        handover: products of long flows are handed from thread block to thread block, else made again.
 
     Raises:
         ValueError: for an unknown flow.
@@ -61,7 +61,7 @@ def ablation(
         "flow": None if flow is None else _FLOWS[flow],
         "by_work": by_work,
         "steal": steal,
-        "checkpoint": checkpoint,
+        "handover": handover,
     }
     before = _current
     _current = dataclasses.replace(before, **{name: value for name, value in given.items() if value is not None})

@@ -202,7 +202,7 @@ class CompiledOps:
             self._ops.use_deterministic_cuda(torch.are_deterministic_algorithms_enabled())
             self._ops.use_cuda_tf32(torch.backends.cuda.matmul.fp32_precision == "tf32")
             mapping = ablations.current()
-            self._ops.use_cuda_mapping(mapping.by_work, mapping.steal, mapping.checkpoint)
+            self._ops.use_cuda_mapping(mapping.by_work, mapping.steal, mapping.handover)
 
     def _pooled_forward_gradient(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *args, per_sample_weights = ctx.saved_tensors

@@ -12,8 +12,8 @@ from flowtt_torchrec.plan import Flow
 def test_blocks_nest_and_end() -> None:
     layout = layout_of("three_cores")
     with ablation(flow="unique", steal=False):
-        with ablation(flow="direct", checkpoint=False):
-            assert current() == Mapping(Flow.DIRECT, steal=False, checkpoint=False)
+        with ablation(flow="direct", handover=False):
+            assert current() == Mapping(Flow.DIRECT, steal=False, handover=False)
         assert current() == Mapping(Flow.UNIQUE, steal=False)
         with pytest.raises(IndexError), ablation(flow="direct"):
             ops.flow_plan(layout, torch.tensor([layout.specs[0].num_embeddings]), torch.tensor([0, 1]))

@@ -18,10 +18,10 @@ from flowtt_torchrec.spec import TTSpec
 
 # What `ablation` turns off, by what is left.
 MAPPINGS: dict[str, dict[str, Any]] = {
-    "static mapping of rows": {"by_work": False, "steal": False, "checkpoint": False},
-    "static mapping": {"steal": False, "checkpoint": False},
-    "stealing": {"checkpoint": False},
-    "stealing and checkpoints": {},
+    "static mapping of rows": {"by_work": False, "steal": False, "handover": False},
+    "static mapping": {"steal": False, "handover": False},
+    "stealing": {"handover": False},
+    "stealing and handover": {},
 }
 
 

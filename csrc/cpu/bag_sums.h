@@ -9,8 +9,8 @@
 #include "cpu/executor.h"
 #include "cpu/hot_rows.h"
 #include "cpu/kernels.h"
+#include "cpu/lookup.h"
 #include "cpu/partition.h"
-#include "cpu/pooled_forward.h"
 #include "cpu/pooled_rows.h"
 
 namespace flowtt::cpu {

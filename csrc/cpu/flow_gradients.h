@@ -9,32 +9,32 @@
 #include "cpu/geometry.h"
 #include "cpu/gradient_sink.h"
 #include "cpu/kernels.h"
+#include "cpu/lookup.h"
 #include "cpu/outer_gradients.h"
 #include "cpu/partition.h"
-#include "cpu/pooled_forward.h"
 #include "cpu/prefetch.h"
 #include "cpu/prefix_products.h"
 #include "cpu/row_gradients.h"
 
 namespace flowtt::cpu {
 
-// The gradient of an owner slice that other tasks have flows of, too.
+// The gradient of a middle slice that other tasks have flows of, too.
 template <class T>
-struct PartialOwner {
+struct PartialMiddle {
   int64_t segment;
   int64_t slice;
-  Buffer<T> gradient;  // [left_rank, owner_q, rank_padded]
+  Buffer<T> gradient;  // [left_rank, middle_q, rank_padded]
 };
 
 // Walks over flows in key order. With C the prefix product of a flow and g the gradient of one of its rows:
-//   grad last += C^T g,  grad C += g last^T;  then for a block of flows:  grad left = grad C * owner^T,
-//   grad owner += left^T * grad C.
-// The owner slice's gradient is complete when its last flow is done, and goes to the sink unless a neighbour task
+//   grad last += C^T g,  grad C += g last^T;  then for a block of flows:  grad left = grad C * middle^T,
+//   grad middle += left^T * grad C.
+// The middle slice's gradient is complete when its last flow is done, and goes to the sink unless a neighbour task
 // shares it. Those of the outer cores stay here, to be summed over tasks.
 template <class T>
 class FlowGradients {
  public:
-  // Rows of `left` of the flows of one owner slice that are taken together.
+  // Rows of `left` of the flows of one middle slice that are taken together.
   static constexpr int64_t kBlockRows = 36;
   static constexpr int64_t kRowBlock = 8;  // rows of a flow taken together
 
@@ -62,22 +62,22 @@ class FlowGradients {
             is_far(table_.p[table_.last()] * outer_[OuterCores::kLast].stride() * static_cast<int64_t>(sizeof(T)))),
         products_(kernels, arena, lookup.weights, table_, geometry_, block_, product_block_),
         row_gradients_(arena->take<T>(kRowBlock * geometry_.dim)),
-        grad_owner_(arena->take<T>(geometry_.owner_size())),
-        owner_slice_(arena->take<T>(table_.slice_size(table_.owner()))) {
+        grad_middle_(arena->take<T>(geometry_.middle_size())),
+        middle_slice_(arena->take<T>(table_.slice_size(table_.middle()))) {
     if (products_.tiles() != nullptr) {
       constexpr int64_t kRows = TileKernels<T>::kRows;
-      grad_c_ = arena->take<T>(kRows * geometry_.owner_columns);
+      grad_c_ = arena->take<T>(kRows * geometry_.middle_columns);
       grad_left_ = arena->take<T>(kRows * geometry_.left_rank);
-      packed_transposed_ = arena->take<uint32_t>(geometry_.owner_columns / 2 * geometry_.left_rank);
-      tile_scratch_ = arena->take<uint32_t>(std::max(geometry_.owner_columns / 2, kRows) * geometry_.left_rank);
+      packed_transposed_ = arena->take<uint32_t>(geometry_.middle_columns / 2 * geometry_.left_rank);
+      tile_scratch_ = arena->take<uint32_t>(std::max(geometry_.middle_columns / 2, kRows) * geometry_.left_rank);
     } else if (!geometry_.two_cores) {
       grad_c_ = arena->take<T>(block_ * geometry_.c_size());
       grad_left_ = arena->take<T>(block_ * geometry_.left_rows * geometry_.left_rank_padded);
-      const int64_t size = geometry_.owner_columns * geometry_.left_rank_padded;
-      owner_transposed_ = arena->take<T>(size);
-      std::fill_n(owner_transposed_, size, T(0));  // padding stays 0
+      const int64_t size = geometry_.middle_columns * geometry_.left_rank_padded;
+      middle_transposed_ = arena->take<T>(size);
+      std::fill_n(middle_transposed_, size, T(0));  // padding stays 0
     }
-    if (lookup.weights.narrow()) {
+    if (lookup.weights.reduced()) {
       widened_ = arena->take<T>(kRowBlock * table_.slice_size(table_.last()));
     }
     if (rows.wants_factors()) {
@@ -92,34 +92,34 @@ class FlowGradients {
     }
   }
 
-  // Does all of it, once. Shared owner slices are appended to `partial`. Returns the outer cores' gradients, in the
+  // Does all of it, once. Shared middle slices are appended to `partial`. Returns the outer cores' gradients, in the
   // order of OuterCores.
-  OuterGradients<T> run(int64_t segment_number, std::vector<PartialOwner<T>>* partial) {
+  OuterGradients<T> run(int64_t segment_number, std::vector<PartialMiddle<T>>* partial) {
     for (int64_t flow = begin_; flow < end_;) {
-      const int64_t first_flow = flow, key = key_of(flow), owner = table_.owner_key(key);
-      const int64_t owner_end = end_of_owner(table_, plan_, flow, end_);
-      start_owner(key, owner_end - flow, owner_end < end_ ? key_of(owner_end) : -1);
-      for (; flow < owner_end; flow = std::min(flow + block_, owner_end)) {
-        take_block(flow, std::min(block_, owner_end - flow), flow > first_flow);
+      const int64_t first_flow = flow, key = key_of(flow), middle = table_.middle_key(key);
+      const int64_t middle_end = end_of_middle(table_, plan_, flow, end_);
+      start_middle(key, middle_end - flow, middle_end < end_ ? key_of(middle_end) : -1);
+      for (; flow < middle_end; flow = std::min(flow + block_, middle_end)) {
+        take_block(flow, std::min(block_, middle_end - flow), flow > first_flow);
       }
-      const bool shared = (first_flow > segment_.flow_begin && table_.owner_key(key_of(first_flow - 1)) == owner) ||
-                          (flow < segment_.flow_end && table_.owner_key(key_of(flow)) == owner);
-      const int64_t slice = table_.digit(key, table_.owner());
+      const bool shared = (first_flow > segment_.flow_begin && table_.middle_key(key_of(first_flow - 1)) == middle) ||
+                          (flow < segment_.flow_end && table_.middle_key(key_of(flow)) == middle);
+      const int64_t slice = table_.digit(key, table_.middle());
       if (shared) {
-        const auto size = static_cast<size_t>(geometry_.owner_size());
+        const auto size = static_cast<size_t>(geometry_.middle_size());
         partial->push_back({segment_number, slice, Buffer<T>(size)});
-        std::copy_n(grad_owner_, size, partial->back().gradient.data());
+        std::copy_n(grad_middle_, size, partial->back().gradient.data());
       } else {
-        sink_.take(table_, table_.owner(), slice, owner_gradient(geometry_, grad_owner_, owner_slice_));
+        sink_.take(table_, table_.middle(), slice, middle_gradient(geometry_, grad_middle_, middle_slice_));
       }
     }
     return touched_;
   }
 
-  // The gradient of an owner slice without padding, in `spare` [slice_size] if need be.
-  static const T* owner_gradient(const Geometry& g, const T* padded, T* spare) {
+  // The gradient of a middle slice without padding, in `spare` [slice_size] if need be.
+  static const T* middle_gradient(const Geometry& g, const T* padded, T* spare) {
     if (g.rank == g.rank_padded) return padded;
-    for (int64_t i = 0; i < g.left_rank * g.owner_q; ++i) {
+    for (int64_t i = 0; i < g.left_rank * g.middle_q; ++i) {
       std::copy_n(padded + i * g.rank_padded, g.rank, spare + i * g.rank);
     }
     return spare;
@@ -128,24 +128,24 @@ class FlowGradients {
  private:
   int64_t key_of(int64_t flow) const { return plan_.row_keys[plan_.flow_starts[flow]]; }
 
-  void start_owner(int64_t key, int64_t flows, int64_t next_key) {
-    products_.set_owner(key, flows, next_key);
+  void start_middle(int64_t key, int64_t flows, int64_t next_key) {
+    products_.set_middle(key, flows, next_key);
     if (geometry_.two_cores) return;
     if (const TileKernels<T>* tiles = products_.tiles()) {
-      tiles->pack_transposed(geometry_.left_rank, geometry_.owner_columns, products_.narrow_owner(), packed_transposed_,
-                             tile_scratch_);
+      tiles->pack_transposed(geometry_.left_rank, geometry_.middle_columns, products_.reduced_middle(),
+                             packed_transposed_, tile_scratch_);
       return;
     }
-    kernels_.transpose(geometry_.left_rank, geometry_.owner_columns, products_.owner(), geometry_.owner_columns,
-                       owner_transposed_, geometry_.left_rank_padded);
+    kernels_.transpose(geometry_.left_rank, geometry_.middle_columns, products_.middle(), geometry_.middle_columns,
+                       middle_transposed_, geometry_.left_rank_padded);
   }
 
-  // Flows [flow, flow + n) of the current owner slice.
+  // Flows [flow, flow + n) of the current middle slice.
   void take_block(int64_t flow, int64_t n, bool accumulate) {
     for (int64_t i = 0; i < n; ++i) products_.set_left(i, key_of(flow + i));
     const Geometry& g = geometry_;
-    if (g.two_cores) {  // C is the owner slice
-      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(0), grad_owner_, accumulate || i > 0);
+    if (g.two_cores) {  // C is the middle slice
+      for (int64_t i = 0; i < n; ++i) take_rows(flow + i, products_.c(0), grad_middle_, accumulate || i > 0);
       return;
     }
     for (int64_t i = 0; i < n; ++i) {
@@ -154,13 +154,13 @@ class FlowGradients {
     }
     const int64_t rows = n * g.left_rows;
     if (const TileKernels<T>* tiles = products_.tiles()) {
-      tiles->backward(rows, g.left_rank, products_.left_pitch(), g.owner_columns, products_.narrow_left(),
-                      packed_transposed_, grad_c_, grad_left_, grad_owner_, accumulate, tile_scratch_);
+      tiles->backward(rows, g.left_rank, products_.left_pitch(), g.middle_columns, products_.reduced_left(),
+                      packed_transposed_, grad_c_, grad_left_, grad_middle_, accumulate, tile_scratch_);
     } else {
-      kernels_.gemm(rows, g.left_rank_padded, g.owner_columns, grad_c_, g.owner_columns, 1, owner_transposed_,
+      kernels_.gemm(rows, g.left_rank_padded, g.middle_columns, grad_c_, g.middle_columns, 1, middle_transposed_,
                     g.left_rank_padded, grad_left_, g.left_rank_padded, false);
-      kernels_.gemm(g.left_rank, g.owner_columns, rows, products_.left(0), 1, g.left_rank, grad_c_, g.owner_columns,
-                    grad_owner_, g.owner_columns, accumulate);
+      kernels_.gemm(g.left_rank, g.middle_columns, rows, products_.left(0), 1, g.left_rank, grad_c_, g.middle_columns,
+                    grad_middle_, g.middle_columns, accumulate);
     }
     for (int64_t i = 0; i < n; ++i) {
       take_left(key_of(flow + i), grad_left_ + i * g.left_rows * g.left_rank_padded);
@@ -220,7 +220,7 @@ class FlowGradients {
     kernels_.transpose(geometry_.rank, geometry_.q, slice, geometry_.q, copy, geometry_.rank_padded);
   }
 
-  // From the gradient of `left` [left_rows, left_rank_padded] of a flow to those of the cores before the owner.
+  // From the gradient of `left` [left_rows, left_rank_padded] of a flow to those of the cores before the middle one.
   void take_left(int64_t key, const T* grad_left) {
     const Geometry& g = geometry_;
     const auto first = touched_[OuterCores::kFirst].touch(table_.digit(key, 0));
@@ -272,13 +272,13 @@ class FlowGradients {
   T* row_gradients_;                       // [kRowBlock, dim]
   T* grad_c_ = nullptr;                    // [block, m, rank_padded]
   T* grad_left_ = nullptr;                 // [block, left_rows, left_rank_padded]
-  T* owner_transposed_ = nullptr;          // [owner_columns, left_rank_padded]
-  T* grad_owner_;                          // [left_rank, owner_columns]
-  T* owner_slice_;                         // grad_owner_ without padding
+  T* middle_transposed_ = nullptr;         // [middle_columns, left_rank_padded]
+  T* grad_middle_;                         // [left_rank, middle_columns]
+  T* middle_slice_;                        // grad_middle_ without padding
   T* made_rows_ = nullptr;                 // [kRowBlock, dim]
   T* scratch_ = nullptr;                   // of the row kernels
   T* widened_ = nullptr;                   // [kRowBlock] slices of the last core
-  uint32_t* packed_transposed_ = nullptr;  // the owner slice for tiles
+  uint32_t* packed_transposed_ = nullptr;  // the middle slice for tiles
   uint32_t* tile_scratch_ = nullptr;
 };
 

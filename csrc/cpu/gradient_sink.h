@@ -19,7 +19,7 @@ class GradientSink {
   // Writes gradients to `grad_weights` [num_parameters].
   explicit GradientSink(T* grad_weights) : grad_weights_(grad_weights) {}
 
-  // Updates `weights` [num_parameters], each table by its rule; what is stored in 16 bits is rounded as NarrowKernels
+  // Updates `weights` [num_parameters], each table by its rule; what is stored in 16 bits is rounded as ReducedKernels
   // say. Momenta that the optimizer has are [num_parameters], but [num_slices] for row-wise Adagrad; others are null.
   GradientSink(const Kernels<T>& kernels, std::vector<UpdateRule<T>> rules, const MutableWeights<T>& weights,
                T* momentum1, T* momentum2)

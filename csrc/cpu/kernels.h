@@ -91,23 +91,23 @@ struct Kernels {
 
 // Cores stored in 16 bits, as bfloat16 or float16.
 template <class T>
-struct NarrowKernels {
+struct ReducedKernels {
   void (*widen)(int64_t n, const uint16_t* from, T* to);
 
   // Rounds to nearest if `rounding_seed` is negative, else stochastically as flowtt/rounding.h, for the elements of the
   // weights from `first_element` on.
-  void (*narrow)(int64_t n, const T* from, int64_t rounding_seed, int64_t first_element, uint16_t* to);
+  void (*round)(int64_t n, const T* from, int64_t rounding_seed, int64_t first_element, uint16_t* to);
 };
 
 // Products of tables of three cores in bfloat16, as matrices of 32 rows, on tile registers. `left` is [32, left_pitch],
-// of which left_rank columns count and the others are zeros; the owner slice is [left_rank, columns].
+// of which left_rank columns count and the others are zeros; the middle slice is [left_rank, columns].
 template <class T>
 struct TileKernels {
   static constexpr int64_t kRows = 32;
 
   bool (*fits)(int64_t left_rank, int64_t columns);
 
-  // Brings an owner slice into the form that `multiply` reads, [left_rank / 2, columns], and into that of `backward`,
+  // Brings a middle slice into the form that `multiply` reads, [left_rank / 2, columns], and into that of `backward`,
   // [columns / 2, left_rank]; `scratch` is as large.
   void (*pack)(int64_t left_rank, int64_t columns, const uint16_t* slice, uint32_t* packed);
   void (*pack_transposed)(int64_t left_rank, int64_t columns, const uint16_t* slice, uint32_t* packed,
@@ -117,10 +117,10 @@ struct TileKernels {
   void (*multiply)(int64_t rows, int64_t left_pitch, int64_t columns, const uint16_t* left, const uint32_t* packed,
                    T* c);
 
-  // grad_left [32, left_rank] = grad_c * slice^T;  grad_owner [left_rank, columns] (+)= left^T * grad_c. `grad_c`
+  // grad_left [32, left_rank] = grad_c * slice^T;  grad_middle [left_rank, columns] (+)= left^T * grad_c. `grad_c`
   // [32, columns] is cleared from row `rows` on. `scratch` is [32 * left_rank].
   void (*backward)(int64_t rows, int64_t left_rank, int64_t left_pitch, int64_t columns, const uint16_t* left,
-                   const uint32_t* packed_transposed, T* grad_c, T* grad_left, T* grad_owner, bool accumulate,
+                   const uint32_t* packed_transposed, T* grad_c, T* grad_left, T* grad_middle, bool accumulate,
                    uint32_t* scratch);
 };
 
@@ -128,7 +128,7 @@ struct InstructionSet {
   const char* name;
   KeyKernels keys;
   Kernels<float> f32;
-  NarrowKernels<float> bfloat16, float16;
+  ReducedKernels<float> bfloat16, float16;
   const TileKernels<float>* tiles;  // null where there are none
 };
 

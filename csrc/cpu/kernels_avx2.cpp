@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) WidenedWords widen_words(const uint16_t* p
 }  // namespace
 
 extern const InstructionSet kAvx2;
-const InstructionSet kAvx2 = {"avx2", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>,
+const InstructionSet kAvx2 = {"avx2", kKeyKernels, kKernels<float>, kReducedKernels<Bfloat16>, kReducedKernels<Float16>,
                               nullptr};
 
 }  // namespace flowtt::cpu

@@ -52,11 +52,11 @@ inline __attribute__((always_inline)) WidenedWords widen_words(const uint16_t* p
 
 extern const InstructionSet kAvx512;
 const InstructionSet kAvx512 = {
-    "avx512", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, nullptr};
+    "avx512", kKeyKernels, kKernels<float>, kReducedKernels<Bfloat16>, kReducedKernels<Float16>, nullptr};
 #if FLOWTT_AMX
 extern const InstructionSet kAmx;
 const InstructionSet kAmx = {
-    "amx", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, &kTileKernels};
+    "amx", kKeyKernels, kKernels<float>, kReducedKernels<Bfloat16>, kReducedKernels<Float16>, &kTileKernels};
 #endif
 
 }  // namespace flowtt::cpu

@@ -12,7 +12,7 @@ constexpr int kRegisters = 16;
 
 extern const InstructionSet kBaseline;
 const InstructionSet kBaseline = {
-    "baseline", kKeyKernels, kKernels<float>, kNarrowKernels<Bfloat16>, kNarrowKernels<Float16>, nullptr};
+    "baseline", kKeyKernels, kKernels<float>, kReducedKernels<Bfloat16>, kReducedKernels<Float16>, nullptr};
 
 extern const Kernels<double> kBaselineDouble;
 const Kernels<double> kBaselineDouble = kKernels<double>;

@@ -1,4 +1,5 @@
-// Gradients of the cores whose slices have no single owner: each task sums its own, for the slices that it touches.
+// Gradients of the cores whose slices have no single task of their own: each task sums its own, for the slices that it
+// touches.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +39,7 @@ struct OuterCore {
   }
 };
 
-// The outer cores of a table: the last, and those before the owner.
+// The outer cores of a table: the last, and those before the middle one.
 class OuterCores {
  public:
   OuterCores(const Table& table, const Geometry& g) {

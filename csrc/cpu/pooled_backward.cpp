@@ -29,7 +29,7 @@ class Backward {
     take_flows();
     rows_.take_hot_factors(executor_);
     executor_.lap(Stage::kFlows);
-    sum_owners();
+    sum_middles();
     sum_outer_cores();
     executor_.lap(Stage::kCores);
   }
@@ -39,14 +39,14 @@ class Backward {
     std::vector<Cost> costs;
     for (const Table& table : lookup_.tables) {
       const Geometry g(table, kernels_.rank_multiple);
-      const double product = g.two_cores ? 0 : static_cast<double>(g.left_size() * g.owner_columns);
+      const double product = g.two_cores ? 0 : static_cast<double>(g.left_size() * g.middle_columns);
       costs.push_back({3 * product / 30 + 150, static_cast<double>(g.c_size() * g.q) / 14 + 100,
                        static_cast<double>(g.dim) / 8 + 8});
     }
     const std::vector<int64_t> cuts = cut_flows(executor_, segments_, costs, lookup_.plan, hot_);
     const int64_t num_tasks = static_cast<int64_t>(cuts.size()) - 1;
     shares_.resize(static_cast<size_t>(num_tasks));
-    partial_owners_.resize(static_cast<size_t>(num_tasks));
+    partial_middles_.resize(static_cast<size_t>(num_tasks));
     kept_.resize(static_cast<size_t>(num_tasks));
     executor_.run(num_tasks, [&](int64_t task) {
       Arena arena;
@@ -64,7 +64,7 @@ class Backward {
     const bool whole = begin == segment.flow_begin && end == segment.flow_end;
     arena->clear();
     FlowGradients<T> flows(kernels_, arena, whole ? arena : &kept_[task], lookup_, rows_, sink_, segment, begin, end);
-    const OuterGradients<T> gradients = flows.run(s, &partial_owners_[task]);
+    const OuterGradients<T> gradients = flows.run(s, &partial_middles_[task]);
     if (!whole) {
       shares_[task].push_back({s, gradients});
       return;
@@ -75,25 +75,25 @@ class Backward {
       sum_slices({&table, outer[i], {&gradients[i]}}, 0, table.p[outer[i].core], arena);
   }
 
-  // Owner slices whose flows were cut: at most one between two tasks.
-  void sum_owners() {
-    std::vector<const PartialOwner<T>*> parts;
+  // Middle slices whose flows were cut: at most one between two tasks.
+  void sum_middles() {
+    std::vector<const PartialMiddle<T>*> parts;
     const auto flush = [&] {
       if (parts.empty()) return;
       const Table& table = lookup_.tables[segments_[parts[0]->segment].table];
       const Geometry geometry(table, kernels_.rank_multiple);
-      const Buffer<T> sum(static_cast<size_t>(geometry.owner_size()));
-      const Buffer<T> spare(static_cast<size_t>(geometry.owner_size()));
+      const Buffer<T> sum(static_cast<size_t>(geometry.middle_size()));
+      const Buffer<T> spare(static_cast<size_t>(geometry.middle_size()));
       std::vector<const T*> rows;
-      for (const PartialOwner<T>* part : parts) rows.push_back(part->gradient.data());
-      kernels_.sum_rows(static_cast<int64_t>(rows.size()), rows.data(), nullptr, geometry.owner_size(), sum.data(),
+      for (const PartialMiddle<T>* part : parts) rows.push_back(part->gradient.data());
+      kernels_.sum_rows(static_cast<int64_t>(rows.size()), rows.data(), nullptr, geometry.middle_size(), sum.data(),
                         false);
-      sink_.take(table, table.owner(), parts[0]->slice,
-                 FlowGradients<T>::owner_gradient(geometry, sum.data(), spare.data()));
+      sink_.take(table, table.middle(), parts[0]->slice,
+                 FlowGradients<T>::middle_gradient(geometry, sum.data(), spare.data()));
       parts.clear();
     };
-    for (const auto& of_task : partial_owners_) {
-      for (const PartialOwner<T>& part : of_task) {
+    for (const auto& of_task : partial_middles_) {
+      for (const PartialMiddle<T>& part : of_task) {
         if (!parts.empty() && (parts[0]->segment != part.segment || parts[0]->slice != part.slice)) flush();
         parts.push_back(&part);
       }
@@ -172,9 +172,9 @@ class Backward {
   const HotRows hot_;
   RowGradients<T> rows_;
   const std::vector<Segment> segments_;
-  std::vector<Arena> kept_;                                   // by task: memory of the shares
-  std::vector<std::vector<Share>> shares_;                    // by task: tables that it shares with others
-  std::vector<std::vector<PartialOwner<T>>> partial_owners_;  // by task, in key order
+  std::vector<Arena> kept_;                                     // by task: memory of the shares
+  std::vector<std::vector<Share>> shares_;                      // by task: tables that it shares with others
+  std::vector<std::vector<PartialMiddle<T>>> partial_middles_;  // by task, in key order
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 #include "cpu/executor.h"
 #include "cpu/gradient_sink.h"
-#include "cpu/pooled_forward.h"
+#include "cpu/lookup.h"
 
 namespace flowtt::cpu {
 

@@ -150,7 +150,7 @@ class Forward {
     std::vector<Cost> costs;
     for (const Table& table : lookup_.tables) {
       const Geometry g(table, kernels_.rank_multiple);
-      const double left = g.two_cores ? 0 : static_cast<double>(g.left_size() * g.owner_columns);
+      const double left = g.two_cores ? 0 : static_cast<double>(g.left_size() * g.middle_columns);
       costs.push_back(
           {left / 30 + 60, static_cast<double>(g.c_size() * g.q) / 28 + 30, static_cast<double>(g.dim) / 8 + 4});
     }
@@ -191,17 +191,17 @@ class Forward {
     PrefixProducts<T> products(kernels_, arena, weights, table, geometry, block, block);
     T* spare = arena->take<T>(kRowBlock * geometry.dim);
     T* scratch = arena->take<T>(geometry.scratch_size());
-    T* widened = weights.narrow() ? arena->take<T>(kRowBlock * last_size) : nullptr;
+    T* widened = weights.reduced() ? arena->take<T>(kRowBlock * last_size) : nullptr;
 
     const int64_t last_row = plan.flow_starts[end];
     const auto key_of = [&](int64_t flow) { return plan.row_keys[plan.flow_starts[flow]]; };
-    int64_t prefetched = plan.flow_starts[begin], owner_end = begin;
+    int64_t prefetched = plan.flow_starts[begin], middle_end = begin;
     for (int64_t flow = begin; flow < end;) {
-      if (flow == owner_end) {
-        owner_end = end_of_owner(table, plan, flow, end);
-        products.set_owner(key_of(flow), owner_end - flow, owner_end < end ? key_of(owner_end) : -1);
+      if (flow == middle_end) {
+        middle_end = end_of_middle(table, plan, flow, end);
+        products.set_middle(key_of(flow), middle_end - flow, middle_end < end ? key_of(middle_end) : -1);
       }
-      const int64_t n = std::min(block, owner_end - flow);
+      const int64_t n = std::min(block, middle_end - flow);
       for (int64_t i = 0; i < n; ++i) products.set_left(i, key_of(flow + i));
       products.multiply(0, n);
       for (int64_t i = 0; i < n; ++i) {

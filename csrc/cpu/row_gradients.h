@@ -9,7 +9,7 @@
 #include "cpu/executor.h"
 #include "cpu/hot_rows.h"
 #include "cpu/kernels.h"
-#include "cpu/pooled_forward.h"
+#include "cpu/lookup.h"
 #include "cpu/pooled_rows.h"
 
 namespace flowtt::cpu {

@@ -6,7 +6,7 @@
 
 #include "cpu/hot_rows.h"
 #include "cpu/kernels.h"
-#include "cpu/pooled_forward.h"
+#include "cpu/lookup.h"
 #include "cpu/pooled_rows.h"
 #include "cpu/prefetch.h"
 

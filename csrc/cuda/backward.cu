@@ -31,7 +31,7 @@ class RowGradients {
     if (targets.grad_factors == nullptr) return;
     forward_ = choose_setting(batch.tables, weights.element_bytes(), Direction::kForward, shared_limit());
     forward_batch_ = upload(batch, forward_.tables, context);
-    checkpoints_ = make_checkpoints(forward_, waves, context);
+    handover_ = make_handover(forward_, waves, context);
   }
 
   void make(const DevicePlan& wave) const {
@@ -50,7 +50,7 @@ class RowGradients {
   // Those of the per-sample weights; the rows take the place of the gradients of rows.
   void make_factors(const DevicePlan& wave) const {
     if (targets_.grad_factors == nullptr) return;
-    make_rows(forward_, forward_batch_, wave, waves, checkpoints_, weights_, data, context_);
+    make_rows(forward_, forward_batch_, wave, waves, handover_, weights_, data, context_);
     RowGradientArguments arguments = arguments_;
     arguments.plan = wave;
     check(FLOWTT_LAUNCH(factor_gradients, blocks_for(spans_, kWarps), kThreads, 0, context_.stream, arguments, data,
@@ -78,7 +78,7 @@ class RowGradients {
   const RowGradientArguments arguments_;
   Setting forward_{};
   DeviceBatch forward_batch_{};
-  Checkpoints checkpoints_{};
+  Handover handover_{};
 };
 
 // What the gradients of rows lead to.

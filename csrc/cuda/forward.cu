@@ -19,12 +19,12 @@ void pooled_forward(const HostBatch& batch, const PlanPointers& plan, const Weig
   const int32_t* const row_of_lookup = number_lookups(on_device, batch.num_lookups, context);
   const Waves waves = choose_waves(setting, batch.num_lookups, context);
   auto* const rows = allocate<float>(context, "rows", int64_t{waves.rows} * setting.row_stride);
-  const Checkpoints checkpoints = make_checkpoints(setting, waves, context);
+  const Handover handover = make_handover(setting, waves, context);
   // Where there are several waves, most may be empty: no more blocks than see that quickly.
   const auto few = static_cast<unsigned>(16 * multiprocessors());
   const unsigned grid = waves.count == 1 ? blocks_for(bags, kWarps) : std::min(blocks_for(bags, kWarps), few);
   for (const DevicePlan& wave : cut(on_device, waves, context)) {
-    make_rows(setting, device, wave, waves, checkpoints, weights, rows, context);
+    make_rows(setting, device, wave, waves, handover, weights, rows, context);
     pool(wave, grid, row_of_lookup, rows);
   }
 }

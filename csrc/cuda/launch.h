@@ -29,9 +29,9 @@ struct HostBatch {
 
 // Who works on which tiles: for ablations. Results do not depend on it.
 struct Mapping {
-  bool by_work = true;     // shares of equal work, else of equal numbers of rows
-  bool steal = true;       // blocks without work take some of others'
-  bool checkpoint = true;  // products of flows that go on beyond a block's tiles are handed to the next block
+  bool by_work = true;   // shares of equal work, else of equal numbers of rows
+  bool steal = true;     // blocks without work take some of others'
+  bool handover = true;  // products of flows that go on beyond a block's tiles are handed to the next block
 };
 
 struct Context {

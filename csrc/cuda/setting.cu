@@ -16,7 +16,7 @@ SharedSizes shared_sizes(std::vector<DeviceTable>& tables, int tile_rows, Direct
     t.max_flows = std::clamp(kMaxLeftRows / t.left_rows, 1, tile_rows);
     const int left_rows = t.max_flows * t.left_rows;
     sizes.left = std::max(sizes.left, left_rows * t.left_pitch);
-    sizes.owner = std::max(sizes.owner, t.left_rank4 * t.owner_pitch);
+    sizes.middle = std::max(sizes.middle, t.left_rank4 * t.middle_pitch);
     sizes.c = std::max(sizes.c, left_rows * t.slab_pitch);
     sizes.last = std::max(sizes.last, tile_rows * t.last_pitch);
     if (direction == Direction::kForward) continue;
@@ -57,15 +57,15 @@ Setting choose_setting(const std::vector<Table>& tables, int element_bytes, Dire
                                " around its last core but one; the CUDA kernels take products of up to " +
                                std::to_string(kLargeSlab) + ", as of 128 and 128: choose smaller ranks");
     }
-    if (t.left_rank4 * t.rank4 * t.owner_q > kSmallSlab) setting.slab = kLargeSlab;
+    if (t.left_rank4 * t.rank4 * t.middle_q > kSmallSlab) setting.slab = kLargeSlab;
     setting.row_stride = std::max(setting.row_stride, pad4(t.dim));
   }
   int64_t row_cost = 0, flow_cost = 0;
   for (const Table& table : tables) {
     const DeviceTable& t = setting.tables.emplace_back(device_table(table, setting.slab, element_bytes, direction));
-    setting.slabs = std::max(setting.slabs, (t.owner_q + t.slab_q - 1) / t.slab_q);
+    setting.slabs = std::max(setting.slabs, (t.middle_q + t.slab_q - 1) / t.slab_q);
     row_cost += int64_t{t.dim} * t.rank;
-    flow_cost += int64_t{t.left_rows} * t.owner_q * t.left_rank * t.rank;
+    flow_cost += int64_t{t.left_rows} * t.middle_q * t.left_rank * t.rank;
     for (int k = 0; k < t.num_cores; ++k) {
       setting.num_parameters = std::max(setting.num_parameters, t.core_offset[k] + int64_t{t.p[k]} * t.slice_size[k]);
       setting.num_slices = std::max(setting.num_slices, t.slice_offset[k] + t.p[k]);

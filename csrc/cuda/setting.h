@@ -94,11 +94,11 @@ Waves choose_waves(const Setting& setting, int64_t num_lookups, const Context& c
 std::vector<DevicePlan> cut(const DevicePlan& plan, Waves waves, const Context& context);
 
 // Slots for the flows of a wave, or null where there is nothing to hand over.
-Checkpoints make_checkpoints(const Setting& setting, Waves waves, const Context& context);
+Handover make_handover(const Setting& setting, Waves waves, const Context& context);
 
 // rows [waves.rows, row_stride] of one wave.
 void make_rows(const Setting& setting, const DeviceBatch& batch, const DevicePlan& wave, Waves waves,
-               const Checkpoints& checkpoints, const Weights& weights, float* rows, const Context& context);
+               const Handover& handover, const Weights& weights, float* rows, const Context& context);
 
 // Calls body with the weights' elements.
 template <class Body>

@@ -58,7 +58,7 @@ def slices_moved(counts):
 
 def test_forward_has_no_atomics_but_those_of_the_schedule(counts):
     ranges = total(counts, "forward", "global atomic", "tile ranges")
-    states = total(counts, "forward", "global atomic", "states of checkpoints")
+    states = total(counts, "forward", "global atomic", "states of handed-over products")
     assert total(counts, "forward", "global atomic") == ranges + states
     assert ranges <= 4 * (tiles(counts) + BLOCKS)
     assert states <= 4 * tiles(counts)  # claims and publishes the first flow's product and the last's

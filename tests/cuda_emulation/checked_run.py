@@ -150,7 +150,7 @@ def batches(seed: int) -> Iterator[tuple[TTLayout, tuple[Tensor, Tensor], dict[s
         yield layout_of(name), random_batch(layout_of(name), 100, 4, seed), {}
     if seed > SEEDS[0]:
         return  # what follows is large
-    # Waves of several tiles, with checkpoints; flows of 200 rows.
+    # Waves of several tiles, with products handed over; flows of 200 rows.
     yield long_flow(200)[0], (torch.arange(600).repeat(2), torch.arange(0, 1201, 2)), {"row_bytes": 1}
     # Two hot rows, one with carries in two levels.
     hot = torch.arange(7).repeat_interleave(torch.tensor([1, 1, 1, 66_000, 1500, 1, 1]))

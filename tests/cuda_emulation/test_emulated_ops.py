@@ -94,10 +94,10 @@ def test_more_tiles_than_blocks_and_the_reverse(emulator, multiprocessors, resid
 
 @pytest.mark.parametrize("by_work", [False, True], ids=["shares of rows", "shares of work"])
 @pytest.mark.parametrize("steal", [False, True], ids=["static", "stealing"])
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["no checkpoints", "checkpoints"])
-def test_mappings_for_ablations(emulator, by_work, steal, checkpoint):
+@pytest.mark.parametrize("handover", [False, True], ids=["products made again", "products handed over"])
+def test_mappings_for_ablations(emulator, by_work, steal, handover):
     layout = layout_of("powers_of_two", "three_cores")
-    with ablation(by_work=by_work, steal=steal, checkpoint=checkpoint):
+    with ablation(by_work=by_work, steal=steal, handover=handover):
         compare(layout, *random_batch(layout, 100, 3))
         compare(*long_flow(100))
 
@@ -106,10 +106,10 @@ def test_mappings_for_ablations(emulator, by_work, steal, checkpoint):
 def prefix_products(emulator):
     """Counts the prefix products of a forward pass, for several schedules."""
 
-    def count(layout, indices, offsets, steal, checkpoint):
+    def count(layout, indices, offsets, steal, handover):
         weights = random_weights(layout, torch.float32)
         counts = set()
-        with ops.use_backend(emulated.BACKEND), ablation(steal=steal, checkpoint=checkpoint):
+        with ops.use_backend(emulated.BACKEND), ablation(steal=steal, handover=handover):
             plan = ops.flow_plan(layout, indices, offsets)
             for seed in range(1, 5):
                 emulator.cuda_emulation_seed(ctypes.c_uint64(seed))
@@ -139,15 +139,15 @@ LONG_FLOWS = {
 @pytest.mark.parametrize("batch", LONG_FLOWS.values(), ids=LONG_FLOWS)
 @pytest.mark.parametrize("steal", [False, True], ids=["static", "stealing"])
 def test_prefix_products_are_made_once(prefix_products, batch, steal):
-    flows, counts = prefix_products(*batch, steal, checkpoint=True)
+    flows, counts = prefix_products(*batch, steal, handover=True)
     assert counts == {flows}
 
 
-def test_without_checkpoints_a_flow_is_made_again_where_shares_meet(prefix_products):
+def test_without_handover_a_flow_is_made_again_where_shares_meet(prefix_products):
     blocks = 6
-    flows, counts = prefix_products(*LONG_FLOWS["one flow"], steal=False, checkpoint=False)
+    flows, counts = prefix_products(*LONG_FLOWS["one flow"], steal=False, handover=False)
     assert (flows, counts) == (1, {blocks})
-    flows, counts = prefix_products(*LONG_FLOWS["many flows"], steal=False, checkpoint=False)
+    flows, counts = prefix_products(*LONG_FLOWS["many flows"], steal=False, handover=False)
     assert flows < min(counts) <= max(counts) < flows + blocks
 
 

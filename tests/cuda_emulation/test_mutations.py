@@ -29,12 +29,12 @@ MUTANTS = {
         "stale product of another flow", swap("borders.held == tile.flow_key[0]", "true"), f"{ANY_CHECK}|{WRONG}"
     ),
     "misplaced-product": Mutant("kept product is taken from the wrong place", swap("borders.keeps", "false"), WRONG),
-    "unfenced-publication": Mutant("checkpoint published without a fence", left_out(), "RACE"),
-    "early-publication": Mutant("checkpoint published before all of it is stored", left_out(), "RACE"),
-    "unfenced-read": Mutant("checkpoint read without a fence", left_out(), "RACE"),
-    "unwaited-checkpoint": Mutant("stale checkpoint: nobody waits for it", swap("2", "1"), "RACE|UNINITIALISED"),
-    "earlier-checkpoint": Mutant(
-        "checkpoint of the tile before", swap("taken.number", "taken.number - 1"), f"{ANY_CHECK}|{WRONG}"
+    "unfenced-publication": Mutant("product published without a fence", left_out(), "RACE"),
+    "early-publication": Mutant("product published before all of it is stored", left_out(), "RACE"),
+    "unfenced-read": Mutant("product read without a fence", left_out(), "RACE"),
+    "unwaited-handover": Mutant("stale product: nobody waits for it", swap("2", "1"), "RACE|UNINITIALISED"),
+    "earlier-handover": Mutant(
+        "product of the tile before", swap("taken.number", "taken.number - 1"), f"{ANY_CHECK}|{WRONG}"
     ),
     "overwritten-product": Mutant("dC over C while C is read", left_out(), "RACE"),
     "dropped-gradient": Mutant("last slice's gradient is dropped", swap("loaded.slice >= 0", "false"), WRONG),
@@ -85,8 +85,8 @@ MUTANTS = {
         "bags of a later wave overwrite those before", swap("plan.begin_row > 0", "false"), WRONG
     ),
     "earlier-wave": Mutant(
-        "checkpoints of the wave before are taken",
-        swap("checkpoints.states != nullptr", "checkpoints.states != nullptr && wave.begin_row == 0"),
+        "products of the wave before are taken",
+        swap("handover.states != nullptr", "handover.states != nullptr && wave.begin_row == 0"),
         WRONG,
     ),
     "failed-lookup": Mutant("failed batch is looked up", swap("faults->failed", "false"), WRONG),

@@ -1,20 +1,21 @@
 // Core gradients from the gradients of rows.
 //   a row              dlast = C^T dE,  dC += dE last^T
-//   a batch of flows   dleft = dC owner^T,  downer += left^T dC
-// The owner's gradient stays in registers for as long as the block stays with one slice, which key order makes long.
+//   a batch of flows   dleft = dC middle^T,  dmiddle += left^T dC
+// The middle slice's gradient stays in registers for as long as the block stays with one slice, which key order makes
+// long.
 #pragma once
 
 #include <type_traits>
 
-#include "flowtt/checkpoints.cuh"
 #include "flowtt/gradient_sum.cuh"
+#include "flowtt/handover.cuh"
 #include "flowtt/products.cuh"
 #include "flowtt/schedule.cuh"
 #include "flowtt/tensor_gradients.cuh"
 
 namespace flowtt {
 
-// In shared memory, as every thread would have to keep it: the slab that is in `owner`, and whose gradient the threads
+// In shared memory, as every thread would have to keep it: the slab that is in `middle`, and whose gradient the threads
 // have. slice -1: none.
 struct LoadedSlab {
   const DeviceTable* table;
@@ -24,7 +25,7 @@ struct LoadedSlab {
 
 template <class Element>
 struct BackwardShared {
-  int tile, loaded, borders, word, left, owner, c, kept, last, row, left_gradient;
+  int tile, loaded, borders, word, left, middle, c, kept, last, row, left_gradient;
   size_t bytes;
   __host__ __device__ explicit BackwardShared(const SharedSizes& sizes) {
     SharedPlan plan;
@@ -33,7 +34,7 @@ struct BackwardShared {
     borders = plan.take<Borders>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
-    owner = plan.take<Element>(sizes.owner);
+    middle = plan.take<Element>(sizes.middle);
     c = plan.take<float>(sizes.c);        // C, then dC
     kept = plan.take<float>(sizes.kept);  // C of a flow that goes on in the next tile
     last = plan.take<Element>(sizes.last);
@@ -73,7 +74,7 @@ __device__ __forceinline__ void load_row_gradients(const DeviceTable& table, con
       __pipeline_memcpy_async(at + column / last_q * last_q4 + column % last_q, from, 4);
     }
   }
-  const int pads = last_q4 - last_q, height = shape.left_rows * shape.owner_q;
+  const int pads = last_q4 - last_q, height = shape.left_rows * shape.middle_q;
   for (int i = threadIdx.x; pads > 0 && i < (end - begin) * height * pads; i += kThreads) {
     const int row = begin + i / (height * pads), m = i / pads % height;
     to[row * pitch + m * last_q4 + last_q + i % pads] = 0.f;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
                                                const Sum& gradients) {
   const TableShape shape = table;
   const int steps = shape.rank4 / 4, quads = shape.last_q4 / 4, last_q = shape.last_q, last_q4 = shape.last_q4;
-  const int left_rows = shape.left_rows, owner_q = shape.owner_q, rank = shape.rank;
+  const int left_rows = shape.left_rows, middle_q = shape.middle_q, rank = shape.rank;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, row_pitch = shape.row_pitch;
   for (int item = threadIdx.x; item < (end - begin) * steps * quads; item += kThreads) {
     const int u = begin + item / (steps * quads), h = item % quads * 4, k = item / quads % steps;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void last_gradients(const DeviceTable& table, Slab sl
     for (int m = 0; m < left_rows; ++m) {
 #pragma unroll 2
       for (int j = 0; j < slab.num_q; ++j) {
-        const float4 e = load4(gradient + (m * owner_q + j) * last_q4);
+        const float4 e = load4(gradient + (m * middle_q + j) * last_q4);
         const float* const from = product + m * slab_pitch + j * rank_pitch;
 #pragma unroll
         for (int i = 0; i < 4; ++i) fma4(sum[i], from[i * steps], e);
@@ -129,12 +130,12 @@ __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab
                                                   int end, float* c, const Element* last, const float* row) {
   const TableShape shape = table;
   const int steps = shape.rank4 / 4, left_rows = shape.left_rows, height = left_rows * slab.num_q;
-  const int owner_q = shape.owner_q, last_q4 = shape.last_q4, row_pitch = shape.row_pitch;
+  const int middle_q = shape.middle_q, last_q4 = shape.last_q4, row_pitch = shape.row_pitch;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, last_pitch = shape.last_pitch;
   for (int item = threadIdx.x; item < (end - begin) * height * steps; item += kThreads) {
     const int flow = item / (height * steps), k = item % steps, m = item / steps % height;
     const int left_row = m / slab.num_q, j = m % slab.num_q;
-    const int gradient_row = (left_row * owner_q + slab.first_q + j) * last_q4;
+    const int gradient_row = (left_row * middle_q + slab.first_q + j) * last_q4;
     float sum[4] = {};
 #pragma unroll 1
     for (int u = tile.flow_first[begin + flow]; u < tile.flow_first[begin + flow + 1]; ++u) {
@@ -153,14 +154,14 @@ __device__ __forceinline__ void product_gradients(const DeviceTable& table, Slab
   }
 }
 
-// dleft = dC owner^T, given to put(row of the stacked left factors, column, value).
+// dleft = dC middle^T, given to put(row of the stacked left factors, column, value).
 template <int TM, class Element, class Put>
 __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab slab, const float* c,
-                                               const Element* owner, int rows, const Put& put) {
+                                               const Element* middle, int rows, const Put& put) {
   const TableShape shape = table;
   const int steps = shape.left_rank4 / 4, groups = (rows + TM - 1) / TM, left_rank = shape.left_rank;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, depth = shape.rank4;
-  const int owner_pitch = shape.owner_pitch, owner_piece = shape.owner_piece;
+  const int middle_pitch = shape.middle_pitch, middle_piece = shape.middle_piece;
   for (int item = threadIdx.x; item < groups * steps; item += kThreads) {
     const int group = item / steps, k = item % steps;
     const float* a[TM];
@@ -173,7 +174,7 @@ __device__ __forceinline__ void left_gradients(const DeviceTable& table, Slab sl
         float4 b[4];
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
-          b[l] = load4(owner + (k + l * steps) * owner_pitch + j * owner_piece + r);
+          b[l] = load4(middle + (k + l * steps) * middle_pitch + j * middle_piece + r);
         }
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
@@ -223,10 +224,10 @@ __device__ __forceinline__ void split_left_gradients(const DeviceTable& table, c
   }
 }
 
-// downer of one slab, in registers: 16 numbers a thread for every 4096 of a slab. As four rows of four for each TILES,
+// dmiddle of one slab, in registers: 16 numbers a thread for every 4096 of a slab. As four rows of four for each TILES,
 // or as strips of tensor core tiles.
 template <int TILES>
-class OwnerGradient {
+class MiddleGradient {
  public:
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -248,7 +249,7 @@ class OwnerGradient {
     for (int t = 0; t < TILES; ++t) {
       if (shape.tensor_gradients) {
         const GradientStrip strip(shape, slab, t);
-        if (strip.valid) add_owner_gradients<kSplitLeft>(shape, slab, tf32, strip, left, c, rows, sum_[t]);
+        if (strip.valid) add_middle_gradients<kSplitLeft>(shape, slab, tf32, strip, left, c, rows, sum_[t]);
         continue;
       }
       const Place place(shape, slab, t);
@@ -290,7 +291,7 @@ class OwnerGradient {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum_[t][i][j] = 0.f;
         if (!valid) continue;
-        const int64_t to = slice + int64_t{row} * shape.owner_q * shape.rank + column;
+        const int64_t to = slice + int64_t{row} * shape.middle_q * shape.rank + column;
         if (shape.aligned) {
           gradients.add4(to, value);
           continue;
@@ -326,13 +327,13 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
   Tile& tile = *shared_array<Tile>(raw, at.tile, 1);
   int* const word = shared_array<int>(raw, at.word, 1);
   float* const left = shared_array<float>(raw, at.left, p.sizes.left);
-  Element* const owner = shared_array<Element>(raw, at.owner, p.sizes.owner);
+  Element* const middle = shared_array<Element>(raw, at.middle, p.sizes.middle);
   float* const c = shared_array<float>(raw, at.c, p.sizes.c);
   Element* const last = shared_array<Element>(raw, at.last, p.sizes.last);
   float* const row = shared_array<float>(raw, at.row, p.sizes.row);
   float* const left_gradient = shared_array<float>(raw, at.left_gradient, p.sizes.left_gradient);
-  OwnerGradient<SLAB / (16 * kThreads)> owner_gradient;
-  owner_gradient.clear();
+  MiddleGradient<SLAB / (16 * kThreads)> middle_gradient;
+  middle_gradient.clear();
   LoadedSlab& loaded = *shared_array<LoadedSlab>(raw, at.loaded, 1);
   Borders& borders = *shared_array<Borders>(raw, at.borders, 1);
   float* const kept = shared_array<float>(raw, at.kept, p.sizes.kept);
@@ -349,13 +350,13 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       if (slab.num_q <= 0) continue;
       const int first_row = tile.flow_first[flow], end_row = tile.flow_first[end];
       const int left_rows = (end - flow) * table.left_rows;
-      const int64_t slice = tile.flow_owner[flow];
+      const int64_t slice = tile.flow_middle[flow];
       const bool is_loaded = loaded.slice == slice && loaded.slab.first_q == slab.first_q;
       if (!is_loaded && loaded.slice >= 0) {  // [mutant: misdirected-gradient]
-        owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
+        middle_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
       }
       if (flow > 0) __syncthreads();  // the last batch's readers are done
-      if (!is_loaded) load_owner(table, p.weights + slice, slab, owner);
+      if (!is_loaded) load_middle(table, p.weights + slice, slab, middle);
       load_left(table, p.weights, tile, flow, end, left);
       __pipeline_commit();
       load_last(table, p.weights, tile, first_row, end_row, last);  // flies while C is made
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
       const bool keeps = flow == 0 && borders.keeps, goes_on = end == tile.num_flows && borders.goes_on;
       if (keeps) for_product(table, slab, [&](int i, int at) { store4(c + i, load4(kept + at)); });
       if (const int first = keeps ? table.left_rows : 0; first < left_rows) {
-        make_products<2, 2>(table, slab, p.tf32, left + first * table.left_pitch, owner, c + first * table.slab_pitch,
+        make_products<2, 2>(table, slab, p.tf32, left + first * table.left_pitch, middle, c + first * table.slab_pitch,
                             left_rows - first);
       }
       __pipeline_wait_prior(0);
@@ -406,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
             store4(left_gradient + left_row * left_pitch + k, values);
           }
         };
-        left_gradients_by_warps<2>(table, slab, p.tf32, c, owner, left_rows, put);
+        left_gradients_by_warps<2>(table, slab, p.tf32, c, middle, left_rows, put);
       } else if (shape.num_cores > 2) {
         const auto put = [&](int left_row, int k, float value) {
           if (three_cores) {
@@ -416,21 +417,21 @@ __global__ void __launch_bounds__(kThreads, SLAB == kSmallSlab ? 2 : 1)
           }
         };
         with_tile_height<SLAB == kSmallSlab ? 1 : 2>(left_rows, shape.left_rank4 / 4, [&](auto height) {
-          left_gradients<height.value>(table, slab, c, owner, left_rows, put);
+          left_gradients<height.value>(table, slab, c, middle, left_rows, put);
         });
       }
-      owner_gradient.template add<kIsFloat<Element>>(table, slab, p.tf32, left, c, left_rows);
+      middle_gradient.template add<kIsFloat<Element>>(table, slab, p.tf32, left, c, left_rows);
       if (shape.num_cores == 4) {
         __syncthreads();
         split_left_gradients(table, tile, flow, end, p.weights, left_gradient, p.gradients);
       }
     }
     if (Sum::kDeterministic && loaded.slice >= 0) {  // float sums must not depend on which tiles a block takes
-      owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
+      middle_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
     }
   }
   if (!Sum::kDeterministic && loaded.slice >= 0) {  // [mutant: dropped-gradient]
-    owner_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
+    middle_gradient.flush(*loaded.table, loaded.slab, loaded.slice, p.gradients);
   }
 }
 

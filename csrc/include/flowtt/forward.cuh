@@ -1,16 +1,16 @@
-// E = left * owner * last for every distinct row.
+// E = left * middle * last for every distinct row.
 #pragma once
 
 #include <type_traits>
 
-#include "flowtt/checkpoints.cuh"
+#include "flowtt/handover.cuh"
 #include "flowtt/products.cuh"
 
 namespace flowtt {
 
 template <class Element>
 struct ForwardShared {
-  int tile, borders, word, left, owner, c, last;
+  int tile, borders, word, left, middle, c, last;
   size_t bytes;
   __host__ __device__ explicit ForwardShared(const SharedSizes& sizes) {
     SharedPlan plan;
@@ -18,7 +18,7 @@ struct ForwardShared {
     borders = plan.take<Borders>(1);
     word = plan.take<int>(1);
     left = plan.take<float>(sizes.left);
-    owner = plan.take<Element>(sizes.owner);
+    middle = plan.take<Element>(sizes.middle);
     c = plan.take<float>(sizes.c);
     last = plan.take<Element>(sizes.last);
     bytes = plan.bytes();
@@ -30,7 +30,7 @@ struct ForwardArguments {
   DeviceBatch batch;
   DevicePlan plan;
   Schedule schedule;
-  Checkpoints checkpoints;
+  Handover handover;
   SharedSizes sizes;
   bool tf32;  // is accurate enough
   const Element* weights;
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
   Borders& borders = *shared_array<Borders>(raw, at.borders, 1);
   int* const word = shared_array<int>(raw, at.word, 1);
   float* const left = shared_array<float>(raw, at.left, p.sizes.left);
-  Element* const owner = shared_array<Element>(raw, at.owner, p.sizes.owner);
+  Element* const middle = shared_array<Element>(raw, at.middle, p.sizes.middle);
   float* const c = shared_array<float>(raw, at.c, p.sizes.c);
   Element* const last = shared_array<Element>(raw, at.last, p.sizes.last);
   if (threadIdx.x == 0) borders.held = borders.loaded = -1;
 
   const auto borders_of = [&](TakenTile taken) {
-    find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, p.checkpoints.states != nullptr);
+    find_borders(borders, tile, p.batch, p.plan, p.schedule, taken, p.handover.states != nullptr);
   };
   while (next_tile(tile, word, p.batch, p.plan, p.schedule, borders_of)) {
     for (int flow = 0, end = 0; flow < tile.num_flows; flow = end) {
@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
           store4(c + i, load4(c + borders.held_at * shape.left_rows * shape.slab_pitch + i));
         });
       }
-      claim(p.checkpoints, borders, tile, flow, end, *word);
+      claim(p.handover, borders, tile, flow, end, *word);
       const Flows made = made_here(borders, tile, flow, end);
       if (threadIdx.x == 0 && tile.slab == 0) FLOWTT_COUNT("prefix products", made.count());
       if (flow > 0) __syncthreads();  // the last batch's readers are done [mutant: overwritten-slab]
       if (made.count() > 0) {
-        if (borders.loaded != tile.flow_owner[flow] + slab.first_q * shape.rank) {
-          load_owner(table, p.weights + tile.flow_owner[flow], slab, owner);
+        if (borders.loaded != tile.flow_middle[flow] + slab.first_q * shape.rank) {
+          load_middle(table, p.weights + tile.flow_middle[flow], slab, middle);
         }
         load_left(table, p.weights, tile, made.begin, made.end, left);
       }
@@ -83,14 +83,14 @@ __global__ void __launch_bounds__(kThreads, 3) forward_rows(const __grid_constan
       __pipeline_wait_prior(1);  // [mutant: unwaited-middle-slice]
       __syncthreads();
       if (made.count() > 0) {
-        make_products<2, 4>(table, slab, p.tf32, left, owner,
+        make_products<2, 4>(table, slab, p.tf32, left, middle,
                             c + (made.begin - flow) * shape.left_rows * shape.slab_pitch,
                             made.count() * shape.left_rows);
-        if (threadIdx.x == 0) borders.loaded = tile.flow_owner[flow] + slab.first_q * shape.rank;
+        if (threadIdx.x == 0) borders.loaded = tile.flow_middle[flow] + slab.first_q * shape.rank;
       }
       __pipeline_wait_prior(0);  // [mutant: unwaited-last-slices]
       __syncthreads();
-      hand_over(table, slab, p.checkpoints, borders, tile, flow, end, *word, c);
+      hand_over(table, slab, p.handover, borders, tile, flow, end, *word, c);
       if (shape.tensor_rows && shape.left_rows * slab.num_q % 16 == 0) {
         row_products_by_warps(table, slab, p.tf32, tile, flow, end, c, last, p.rows, p.row_stride);
       } else {

@@ -1,4 +1,4 @@
-// Products of small matrices in shared memory, by all threads of a block: C = left * owner, E = C * last. Shapes and
+// Products of small matrices in shared memory, by all threads of a block: C = left * middle, E = C * last. Shapes and
 // pitches: device_table.h.
 #pragma once
 
@@ -41,20 +41,20 @@ __device__ __forceinline__ void multiply_tile(float4 (&sum)[TM], const float* co
   }
 }
 
-// C = left * owner, tiles of TM x 4 a thread.
+// C = left * middle, tiles of TM x 4 a thread.
 template <int TM, class Element>
 __device__ __forceinline__ void prefix_products(const TableShape& shape, Slab slab, const float* left,
-                                                const Element* owner, float* c, int rows) {
+                                                const Element* middle, float* c, int rows) {
   const int quads = shape.rank4 / 4, columns = slab.num_q * quads, groups = (rows + TM - 1) / TM;
   const int left_pitch = shape.left_pitch, slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
-  const int owner_piece = shape.owner_piece, owner_pitch = shape.owner_pitch, depth = shape.left_rank4;
+  const int middle_piece = shape.middle_piece, middle_pitch = shape.middle_pitch, depth = shape.left_rank4;
   for (int item = threadIdx.x; item < groups * columns; item += kThreads) {
     const int group = item / columns, piece = item % columns / quads, column = item % quads * 4;
     const float* a[TM];
 #pragma unroll
     for (int i = 0; i < TM; ++i) a[i] = left + min(group + i * groups, rows - 1) * left_pitch;
     float4 sum[TM] = {};
-    multiply_tile(sum, a, owner + piece * owner_piece + column, owner_pitch, depth);
+    multiply_tile(sum, a, middle + piece * middle_piece + column, middle_pitch, depth);
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
       const int row = group + i * groups;
@@ -65,8 +65,8 @@ __device__ __forceinline__ void prefix_products(const TableShape& shape, Slab sl
 }
 
 // The same by the tensor cores, for ranks that are multiples of eight. A warp makes 16 x (8 TILES) of C at a time;
-// multiply(sum, upper, lower, pieces) adds to it the product of left factors' rows and columns of the owner that start
-// at offsets. Reads left factors again where rows are no multiple of 16.
+// multiply(sum, upper, lower, pieces) adds to it the product of left factors' rows and columns of the middle slice that
+// start at offsets. Reads left factors again where rows are no multiple of 16.
 template <int TILES, class Multiply>
 __device__ __forceinline__ void prefix_tiles(const TableShape& shape, Slab slab, const float* left, float* c, int rows,
                                              const Multiply& multiply) {
@@ -74,14 +74,14 @@ __device__ __forceinline__ void prefix_tiles(const TableShape& shape, Slab slab,
   const int pieces = shape.rank / 8, columns = slab.num_q * pieces;  // in tiles of eight
   const int row_tiles = (rows + 15) / 16, strips = (columns + TILES - 1) / TILES;
   const int left_pitch = shape.left_pitch, slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
-  const int owner_piece = shape.owner_piece;
+  const int middle_piece = shape.middle_piece;
   for (int item = threadIdx.x / 32; item < row_tiles * strips; item += kThreads / 32) {
     const int first_row = item / strips * 16, row = first_row + g, first = item % strips * TILES;
     int from[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       const int tile = min(first + n, columns - 1);
-      from[n] = tile / pieces * owner_piece + tile % pieces * 8;
+      from[n] = tile / pieces * middle_piece + tile % pieces * 8;
     }
     float sum[TILES][4] = {};
     multiply(sum, left + min(row, rows - 1) * left_pitch, left + min(row + 8, rows - 1) * left_pitch, from);
@@ -96,17 +96,17 @@ __device__ __forceinline__ void prefix_tiles(const TableShape& shape, Slab slab,
   }
 }
 
-// C = left * owner, the best way for the shape; a thread makes at most MOST x 4 at a time, a warp 16 x (8 TILES).
+// C = left * middle, the best way for the shape; a thread makes at most MOST x 4 at a time, a warp 16 x (8 TILES).
 // tf32: whether the accuracy of TF32 is enough.
 template <int MOST, int TILES, class Element>
 __device__ __forceinline__ void make_products(const DeviceTable& table, Slab slab, bool tf32, const float* left,
-                                              const Element* owner, float* c, int rows) {
+                                              const Element* middle, float* c, int rows) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const TableShape shape = table;
-  const int depth = shape.left_rank, pitch = shape.owner_pitch;
+  const int depth = shape.left_rank, pitch = shape.middle_pitch;
   if (!shape.tensor_products) {
     with_tile_height<MOST>(rows, slab.num_q * shape.rank4 / 4,
-                           [&](auto height) { prefix_products<height.value>(shape, slab, left, owner, c, rows); });
+                           [&](auto height) { prefix_products<height.value>(shape, slab, left, middle, c, rows); });
     return;
   }
   if constexpr (!kIsFloat<Element>) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void make_products(const DeviceTable& table, Slab sla
               };
               // [mutant: swapped-fragments]
               const uint32_t a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 8), pair(lower, 8)};
-              const Element* const row = owner + (k + lane % 16) * pitch;
+              const Element* const row = middle + (k + lane % 16) * pitch;
 #pragma unroll
               for (int n = 0; n < TILES; ++n) {
                 uint32_t b[2];
@@ -134,14 +134,14 @@ __device__ __forceinline__ void make_products(const DeviceTable& table, Slab sla
       return;
     }
   }
-  // The left factors of three 16-bit cores, and 16-bit owners, are exact in TF32.
-  constexpr bool kSplitOwner = kIsFloat<Element>;
-  with_splits<true, kSplitOwner>(tf32 || (!kSplitOwner && shape.num_cores == 3), [&](auto split_a, auto split_b) {
+  // The left factors of three 16-bit cores, and 16-bit middle slices, are exact in TF32.
+  constexpr bool kSplitMiddle = kIsFloat<Element>;
+  with_splits<true, kSplitMiddle>(tf32 || (!kSplitMiddle && shape.num_cores == 3), [&](auto split_a, auto split_b) {
     prefix_tiles<TILES>(shape, slab, left, c, rows,
                         [&](float (&sum)[TILES][4], const float* upper, const float* lower, const int (&from)[TILES]) {
                           multiply_add<Depth::kAlongRows, split_a.value, split_b.value>(
                               sum, depth, [&](int half, int k) { return (half == 0 ? upper : lower)[k]; },
-                              [&](int n, int k) { return widen(owner[k * pitch + from[n] + g]); });
+                              [&](int n, int k) { return widen(middle[k * pitch + from[n] + g]); });
                         });
   });
 }
@@ -153,7 +153,7 @@ __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab
                                              int row_stride) {
   const TableShape shape = table;
   const int quads = shape.last_q4 / 4, height = shape.left_rows * slab.num_q, groups = (height + TM - 1) / TM;
-  const int left_rows = shape.left_rows, owner_q = shape.owner_q, last_q = shape.last_q, last_q4 = shape.last_q4;
+  const int left_rows = shape.left_rows, middle_q = shape.middle_q, last_q = shape.last_q, last_q4 = shape.last_q4;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, last_pitch = shape.last_pitch;
   const int depth = shape.rank4;
   const bool whole = last_q % 4 == 0 && row_stride % 4 == 0;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void row_products(const DeviceTable& table, Slab slab
     for (int i = 0; i < TM; ++i) {
       const int m = group + i * groups;
       if (m >= height) continue;
-      const int64_t column = (m / slab.num_q * owner_q + slab.first_q + m % slab.num_q) * last_q + h;
+      const int64_t column = (m / slab.num_q * middle_q + slab.first_q + m % slab.num_q) * last_q + h;
       float* const to = rows_out + int64_t{tile.first + row} * row_stride + column;
       if (whole) {
         store4(to, sum[i]);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void row_products_by_warps(const DeviceTable& table, 
                                                       float* rows_out, int row_stride) {
   const TableShape shape = table;
   const int g = threadIdx.x % 32 / 4, width = shape.last_q, height = shape.left_rows * slab.num_q;
-  const int left_rows = shape.left_rows, depth = shape.rank, gap = shape.owner_q - slab.num_q;
+  const int left_rows = shape.left_rows, depth = shape.rank, gap = shape.middle_q - slab.num_q;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch, last_pitch = shape.last_pitch;
   const int slab_magic = shape.slab_magic, last_magic = shape.last_magic;
   const FlowStrips strips(shape, tile, begin, end, height / 16);

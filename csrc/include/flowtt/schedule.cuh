@@ -1,10 +1,10 @@
 // Who works on which tiles: one 64-bit word a block, "next tile | end << 32".
 //
-// The owner takes tiles from the front (atomicAdd); a block without work takes the back half of another block's range
-// (atomicCAS) and makes it its own. Nobody waits: every tile is taken exactly once, whoever sees no work left leaves,
-// and a range in transit is finished by the thief. Neighbouring tiles stay together, so that middle slices and the
-// products of long flows stay on chip. With `leave` 1 a block that has taken a tile but the last of its range is sure
-// of the next one too.
+// The block whose range it is takes tiles from the front (atomicAdd); a block without work takes the back half of
+// another block's range (atomicCAS) and makes it its own. Nobody waits: every tile is taken exactly once, whoever sees
+// no work left leaves, and a range in transit is finished by the thief. Neighbouring tiles stay together, so that
+// middle slices and the products of long flows stay on chip. With `leave` 1 a block that has taken a tile but the last
+// of its range is sure of the next one too.
 #pragma once
 
 #include "flowtt/tile.cuh"

@@ -35,7 +35,7 @@ constexpr int bits_for(int64_t p) {
 //
 // The key of a row is `table << table_shift | digits`, a bit field a digit, most significant first: the middle digits
 // from the last to the first, then digit 0, then the last digit. Hence rows of one prefix are neighbours in key order,
-// and so are prefixes that share the slice of core `owner()`, the last but one.
+// and so are prefixes that share the middle slice.
 struct Table {
   int number;  // among the tables of a call
   int num_cores;
@@ -51,13 +51,14 @@ struct Table {
   int table_shift;
 
   int last() const { return num_cores - 1; }
-  int owner() const { return num_cores - 2; }
+  // The last core but one, by far the largest: the middle one of three, the first of two.
+  int middle() const { return num_cores - 2; }
 
   int64_t slice_size(int k) const { return r[k] * q[k] * r[k + 1]; }
 
   int64_t digit(int64_t key, int k) const { return (key >> digit_shift[k]) & digit_mask[k]; }
-  // Equal for keys of one table whose rows share the slice of core `owner()`.
-  int64_t owner_key(int64_t key) const { return key >> digit_shift[owner()]; }
+  // Equal for keys of one table whose rows share the middle slice.
+  int64_t middle_key(int64_t key) const { return key >> digit_shift[middle()]; }
   // Equal for keys of one table whose rows share all digits but the last.
   int64_t flow_key(int64_t key) const { return key >> digit_shift[0]; }
 };

@@ -14,7 +14,7 @@ __device__ __forceinline__ void last_gradients_by_warps(const DeviceTable& table
                                                         const Tile& tile, int begin, int end, const float* c,
                                                         const float* row, const Sum& gradients) {
   const TableShape shape = table;
-  const int g = threadIdx.x % 32 / 4, width = shape.last_q, gap = shape.owner_q - slab.num_q;
+  const int g = threadIdx.x % 32 / 4, width = shape.last_q, gap = shape.middle_q - slab.num_q;
   const int slab_magic = shape.slab_magic, last_magic = shape.last_magic;
   const int rank_pitch = shape.rank_pitch, between = shape.slab_pitch - slab.num_q * rank_pitch;
   const int flow_pitch = shape.left_rows * shape.slab_pitch, row_pitch = shape.row_pitch;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void product_gradients_by_warps(const DeviceTable& ta
   constexpr int kTiles = 2;
   const TableShape shape = table;
   const int g = threadIdx.x % 32 / 4, width = shape.last_q, height = shape.left_rows * slab.num_q;
-  const int left_rows = shape.left_rows, rank = shape.rank, gap = shape.owner_q - slab.num_q;
+  const int left_rows = shape.left_rows, rank = shape.rank, gap = shape.middle_q - slab.num_q;
   const int slab_magic = shape.slab_magic, last_magic = shape.last_magic;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
   const int row_pitch = shape.row_pitch, last_pitch = shape.last_pitch;
@@ -90,15 +90,15 @@ __device__ __forceinline__ void product_gradients_by_warps(const DeviceTable& ta
   }
 }
 
-// dleft = dC owner^T, four at a time given to put(row of the stacked left factors, column, values).
+// dleft = dC middle^T, four at a time given to put(row of the stacked left factors, column, values).
 template <int TILES, class Element, class Put>
 __device__ __forceinline__ void left_gradients_by_warps(const DeviceTable& table, Slab slab, bool tf32, const float* c,
-                                                        const Element* owner, int rows, const Put& put) {
+                                                        const Element* middle, int rows, const Put& put) {
   const int g = threadIdx.x % 32 / 4, row_tiles = (rows + 15) / 16;
   const TableShape shape = table;
   const int left_rank = shape.left_rank, rank = shape.rank;
   const int slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
-  const int owner_pitch = shape.owner_pitch, owner_piece = shape.owner_piece;
+  const int middle_pitch = shape.middle_pitch, middle_piece = shape.middle_piece;
   const int strips = (left_rank / 8 + TILES - 1) / TILES;
   for (int item = threadIdx.x / 32; item < row_tiles * strips; item += kThreads / 32) {
     const int row = item / strips * 16, column = item % strips * TILES * 8;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void left_gradients_by_warps(const DeviceTable& table
             sum, rank, [&](int half, int k) { return (half == 0 ? upper : lower)[j * rank_pitch + k]; },
             [&](int n, int k) {
               const int l = min(column + 8 * n, left_rank - 8) + g;
-              return widen(owner[l * owner_pitch + j * owner_piece + k]);
+              return widen(middle[l * middle_pitch + j * middle_piece + k]);
             });
       }
     });
@@ -125,7 +125,7 @@ __device__ __forceinline__ void left_gradients_by_warps(const DeviceTable& table
   }
 }
 
-// Where a warp's tiles of the owner's gradient [left_rank, slab_q * rank] are: kGradientStrip side by side.
+// Where a warp's tiles of the middle slice's gradient [left_rank, slab_q * rank] are: kGradientStrip side by side.
 struct GradientStrip {
   bool valid;
   int row, column;  // first, column in tiles of eight
@@ -141,9 +141,9 @@ struct GradientStrip {
 
 // sum += left^T dC of one strip. kSplitLeft: whether left factors are not exact in TF32.
 template <bool kSplitLeft>
-__device__ __forceinline__ void add_owner_gradients(const TableShape& shape, Slab slab, bool tf32,
-                                                    const GradientStrip& strip, const float* left, const float* c,
-                                                    int rows, float (&sum)[kGradientStrip][4]) {
+__device__ __forceinline__ void add_middle_gradients(const TableShape& shape, Slab slab, bool tf32,
+                                                     const GradientStrip& strip, const float* left, const float* c,
+                                                     int rows, float (&sum)[kGradientStrip][4]) {
   const int g = threadIdx.x % 32 / 4, pieces = shape.rank / 8, columns = slab.num_q * pieces;
   const int left_pitch = shape.left_pitch, slab_pitch = shape.slab_pitch, rank_pitch = shape.rank_pitch;
   int from[kGradientStrip];

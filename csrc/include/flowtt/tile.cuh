@@ -10,15 +10,15 @@ namespace flowtt {
 struct Tile {
   int first, count;  // distinct rows
   int num_flows;
-  int slab;                          // number of the slab of middle slices to work on
-  int row_flow[kMaxTileRows];        // flow, counted in the tile
-  int64_t row_last[kMaxTileRows];    // slice of the last core
-  int64_t flow_key[kMaxTileRows];    // equal for rows of one flow, whatever the tile
-  int64_t flow_owner[kMaxTileRows];  // slice of the last core but one
+  int slab;                           // number of the slab of middle slices to work on
+  int row_flow[kMaxTileRows];         // flow, counted in the tile
+  int64_t row_last[kMaxTileRows];     // slice of the last core
+  int64_t flow_key[kMaxTileRows];     // equal for rows of one flow, whatever the tile
+  int64_t flow_middle[kMaxTileRows];  // slice of the last core but one
   int64_t flow_left[2][kMaxTileRows];
   int flow_table[kMaxTileRows];
   int flow_first[kMaxTileRows + 1];  // first row of each flow, counted in the tile
-  int owner_end[kMaxTileRows];       // flow after the last of those from it on that share its owner's slice
+  int middle_end[kMaxTileRows];      // flow after the last of those from it on that share its middle slice
 };
 
 FLOWTT_INLINE int64_t slice_at(const DeviceTable& table, int64_t key, int k) {
@@ -41,19 +41,20 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
   const DeviceTable& table = batch.tables[number_of_table];
   const bool head = mine && (lane == 0 || one_row_flows || (key ^ before) >> table.digit_shift[0] != 0);
   const unsigned heads = __ballot_sync(0xffffffffu, head);
-  const int64_t owner = slice_at(table, key, table.num_cores - 2);
-  const int64_t owner_before = __shfl_up_sync(0xffffffffu, owner, 1);
+  const int64_t middle = slice_at(table, key, table.num_cores - 2);
+  const int64_t middle_before = __shfl_up_sync(0xffffffffu, middle, 1);
   // [mutant: mixed-flow]
-  const unsigned owners = __ballot_sync(0xffffffffu, mine && lane > 0 && owner != owner_before);
+  const unsigned middles = __ballot_sync(0xffffffffu, mine && lane > 0 && middle != middle_before);
   if (mine) {
     const int flow = __popc(heads & (0xffffffffu >> (31 - lane))) - 1, last = table.num_cores - 1;
     tile.row_flow[lane] = flow;
     tile.row_last[lane] = slice_at(table, key, last);
     if (head) {
       tile.flow_key[flow] = one_row_flows ? first + lane : key >> table.digit_shift[0] << table.digit_shift[0];
-      tile.flow_owner[flow] = owner;
-      const unsigned next = owners & ~(0xffffffffu >> (31 - lane));  // lanes after this one where an owner begins
-      tile.owner_end[flow] = __popc(next == 0 ? heads : heads & ((next & (0u - next)) - 1));
+      tile.flow_middle[flow] = middle;
+      const unsigned next =
+          middles & ~(0xffffffffu >> (31 - lane));  // lanes after this one where a middle slice begins
+      tile.middle_end[flow] = __popc(next == 0 ? heads : heads & ((next & (0u - next)) - 1));
       for (int k = 0; k < 2; ++k) tile.flow_left[k][flow] = k < last - 1 ? slice_at(table, key, k) : 0;
       tile.flow_table[flow] = number_of_table;
       tile.flow_first[flow] = lane;
@@ -69,9 +70,9 @@ __device__ __forceinline__ void decode_tile(Tile& tile, const DeviceBatch& batch
   }
 }
 
-// Flows from `flow` on that can be worked on together: they share the owner's slice.
+// Flows from `flow` on that can be worked on together: they share the middle slice.
 __device__ __forceinline__ int batch_end(const Tile& tile, int flow, int max_flows) {
-  return min(tile.owner_end[flow], flow + max_flows);
+  return min(tile.middle_end[flow], flow + max_flows);
 }
 
 // A slab of the middle slice: `num_q` of its columns of `rank`, from `first_q` on.
@@ -81,7 +82,7 @@ struct Slab {
 
 FLOWTT_INLINE Slab slab_of(const DeviceTable& table, int number) {
   const int slab_q = table.slab_q, first_q = number * slab_q;
-  return {first_q, min(slab_q, table.owner_q - first_q)};
+  return {first_q, min(slab_q, table.middle_q - first_q)};
 }
 
 // A warp's part of a product that has a column for every column of a flow's rows.
@@ -192,13 +193,14 @@ __device__ __forceinline__ void load_left(const DeviceTable& table, const Elemen
 }
 
 template <class Element>
-__device__ __forceinline__ void load_owner(const DeviceTable& table, const Element* slice, Slab slab, Element* owner) {
+__device__ __forceinline__ void load_middle(const DeviceTable& table, const Element* slice, Slab slab,
+                                            Element* middle) {
   const TableShape shape = table;
-  const int rank = shape.rank, stride = shape.owner_q * rank, rows = shape.left_rank;
-  const int piece = shape.owner_piece, pitch = shape.owner_pitch;
+  const int rank = shape.rank, stride = shape.middle_q * rank, rows = shape.left_rank;
+  const int piece = shape.middle_piece, pitch = shape.middle_pitch;
   const bool aligned = shape.aligned != 0 && rows % 4 == 0;
   for (int j = 0; j < slab.num_q; ++j) {
-    copy_matrix(owner + j * piece, pitch, slice + (slab.first_q + j) * rank, stride, rows, rank, aligned);
+    copy_matrix(middle + j * piece, pitch, slice + (slab.first_q + j) * rank, stride, rows, rank, aligned);
   }
 }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void find_borders(Borders& borders, const Tile& tile,
   const bool keeps = comes && borders.held == tile.flow_key[0] && borders.held_slab == tile.slab;
   const bool front = hands_over && comes && !keeps;
   const int first = front ? first_row_of_flow(plan, tile.flow_key[0], tile.first) : tile.first;
-  // [mutant: earlier-checkpoint]
+  // [mutant: earlier-handover]
   const int origin = taken.number - tile.first / schedule.tile_rows + first / schedule.tile_rows;
   __syncwarp();  // all have read what is held
   if (lane == 1) {
@@ -100,41 +100,41 @@ __device__ __forceinline__ Flows made_here(const Borders& borders, const Tile& t
 }
 
 // Claims the slots of a batch's flows [begin, end), for the whole block.
-__device__ __forceinline__ void claim(const Checkpoints& checkpoints, Borders& borders, const Tile& tile, int begin,
-                                      int end, int number) {
+__device__ __forceinline__ void claim(const Handover& handover, Borders& borders, const Tile& tile, int begin, int end,
+                                      int number) {
   const bool front = begin == 0 && borders.front, back = end == tile.num_flows && borders.back;
   if (!front && !back) return;  // uniform
   if (threadIdx.x == 0) {
-    if (front) borders.makes[0] = atomicCAS(checkpoints.states + borders.origin, 0u, 1u) == 0;
-    if (back) borders.makes[1] = atomicCAS(checkpoints.states + number, 0u, 1u) == 0;
+    if (front) borders.makes[0] = atomicCAS(handover.states + borders.origin, 0u, 1u) == 0;
+    if (back) borders.makes[1] = atomicCAS(handover.states + number, 0u, 1u) == 0;
   }
   __syncthreads();
 }
 
 // For one thread, after a barrier behind the stores.
-__device__ __forceinline__ void publish(const Checkpoints& checkpoints, int slot) {
+__device__ __forceinline__ void publish(const Handover& handover, int slot) {
   __threadfence();  // [mutant: unfenced-publication]
-  atomicAdd(checkpoints.states + slot, 1u);
+  atomicAdd(handover.states + slot, 1u);
 }
 
 // For one thread, before a barrier and the loads: waits until the product is there.
-__device__ __forceinline__ void await(const Checkpoints& checkpoints, int slot) {
-  // [mutant: unwaited-checkpoint]
-  while (*const_cast<volatile unsigned*>(checkpoints.states + slot) < 2) __nanosleep(64);
+__device__ __forceinline__ void await(const Handover& handover, int slot) {
+  // [mutant: unwaited-handover]
+  while (*const_cast<volatile unsigned*>(handover.states + slot) < 2) __nanosleep(64);
   __threadfence();  // [mutant: unfenced-read]
 }
 
 // Publishes what this block made, then loads what others did: of the batch of flows [begin, end). `number`: of the
 // tile. For the whole block, after a barrier behind C.
-__device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, const Checkpoints& checkpoints,
+__device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, const Handover& handover,
                                           const Borders& borders, const Tile& tile, int begin, int end, int number,
                                           float* c) {
   const bool front = begin == 0 && borders.front, back = end == tile.num_flows && borders.back;
   if (!front && !back) return;  // uniform
   const bool stores_front = front && borders.makes[0], stores_back = back && borders.makes[1];
   const bool loads_front = front && !borders.makes[0], loads_back = back && !borders.makes[1];
-  float* const front_slot = checkpoints.products + int64_t{borders.origin} * checkpoints.stride;
-  float* const back_slot = checkpoints.products + int64_t{number} * checkpoints.stride;
+  float* const front_slot = handover.products + int64_t{borders.origin} * handover.stride;
+  float* const back_slot = handover.products + int64_t{number} * handover.stride;
   float* const back_c = c + (end - 1 - begin) * table.left_rows * table.slab_pitch;
   for_product(table, slab, [&](int i, int at) {
     if (stores_front) store4(front_slot + at, load4(c + i));
@@ -142,10 +142,10 @@ __device__ __forceinline__ void hand_over(const DeviceTable& table, Slab slab, c
   });
   __syncthreads();  // all has been stored [mutant: early-publication]
   if (threadIdx.x == 0) {
-    if (stores_front) publish(checkpoints, borders.origin);
-    if (stores_back) publish(checkpoints, number);
-    if (loads_front) await(checkpoints, borders.origin);
-    if (loads_back) await(checkpoints, number);
+    if (stores_front) publish(handover, borders.origin);
+    if (stores_back) publish(handover, number);
+    if (loads_front) await(handover, borders.origin);
+    if (loads_back) await(handover, number);
   }
   if (!loads_front && !loads_back) return;  // uniform
   __syncthreads();                          // all can be loaded
