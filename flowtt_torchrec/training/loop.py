@@ -267,9 +267,16 @@ class Trainer:
         """Ends the run, or says once that it should be ended, as the settings have it."""
         kept = "no checkpoint was written before"
         if self._saved is not None:
-            kept = f"the last finite checkpoint, of step {self._saved[0]}, is kept: {self._saved[1]}"
+            step, path = self._saved
+            losses = [entry["loss"] for entry in self.history.training if entry["step"] <= step]
+            kept = (
+                f"the last finite checkpoint, of step {step} (training loss {show(losses[-1] if losses else None)}), "
+            )
+            kept += f"is kept: {path}"
         advice = "lower optimizer.learning_rate, or lengthen optimizer.lr_warmup_steps, and "
         advice += "start anew" if self._saved is None else "continue with --resume"
+        if self._saved is not None:
+            advice += "; remove that checkpoint first, to continue from the one before, if its loss had already grown"
         if self._config.stop_on_nonfinite:
             raise DivergenceError(f"training diverged: {what}; {kept}; {advice}")
         if not self._diverged:
