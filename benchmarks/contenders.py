@@ -14,7 +14,7 @@ from benchmarks.harness import Action
 from benchmarks.workloads import Batch
 from flowtt_torchrec import ablation, native, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
-from flowtt_torchrec.optimizers import OptimizerSpec, state_names
+from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.spec import TTSpec
 
 LEARNING_RATE = 0.01
@@ -117,8 +117,6 @@ class FlowTT(Contender):
         tables = {f"t{t}": spec for t, spec in enumerate(specs)}
         self.module = BatchedTTEmbeddingBags(tables, optimizer=fused, device=device, dtype=dtype)
         self.module.materialise_rows(materialised_bytes, "materialised")
-        names = () if optimizer is None else state_names(optimizer, dtype)
-        self._state = {name: getattr(self.module, name) for name in names}
 
     @property
     def cores(self) -> list[list[Tensor]]:
@@ -131,20 +129,14 @@ class FlowTT(Contender):
 
     @property
     def num_bytes(self) -> int:
-        return tensor_bytes(self.module.weights, *self._state.values())
+        return tensor_bytes(*self.module.parameters(), *self.module.buffers())
 
     def forward(self, batch: Batch) -> Tensor:
-        module = self.module
-        if module.materialised is not None and not torch.is_grad_enabled():
-            return module(batch.indices, batch.offsets)
-        lookups = module.weights, module.layout, batch.indices, batch.offsets
         with ablation(flow=self.flow):
-            if module.optimizer is None:
-                return ops.lookup(*lookups)
-            return ops.fused_lookup(*lookups, optimizer=module.optimizer, state=self._state)
+            return self.module(batch.indices, batch.offsets)
 
     def update(self) -> None:
-        self.module.weights.grad = None
+        self.module.zero_grad()
 
     def plan(self, batch: Batch) -> ops.FlowPlan:
         """The batch, grouped."""
@@ -163,12 +155,12 @@ class FlowTT(Contender):
         return lambda call: planned[call % len(planned)]
 
     def _planned(self) -> Callable[[Any], Tensor]:
-        module = self.module
+        layout, weights = self.module.layout, self.module.weights
 
         @torch.no_grad()
         def run(argument: tuple[Batch, ops.FlowPlan]) -> Tensor:
             batch, plan = argument
-            return native.pooled_forward(module.weights, module.layout, batch.offsets, plan)  # a plan made here
+            return native.pooled_forward(weights, layout, batch.offsets, plan)  # a plan made here
 
         return run
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtt_torchrec import ablations
+from flowtt_torchrec.first_order import first_order, refuse_forward_mode
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import KINDS, OptimizerSpec
 from flowtt_torchrec.plan import BoundsCheckMode, Flow, FlowPlan, PoolingMode
@@ -46,7 +47,9 @@ class CompiledOps:
             torch.library.register_fake(f"{self._namespace}::{name}", fake)
         self._register_update_for_graphs()
         torch.library.register_autograd(
-            f"{self._namespace}::pooled_forward", self._pooled_forward_gradient, setup_context=_save_for_backward
+            f"{self._namespace}::pooled_forward",
+            first_order(self.pooled_forward_gradient),
+            setup_context=_save_for_backward,
         )
 
     def _register_update_for_graphs(self) -> None:
@@ -107,7 +110,8 @@ class CompiledOps:
         pooling_mode: PoolingMode = PoolingMode.SUM,
     ) -> Tensor:
         self._mirror_settings(weights)
-        return self._ops.pooled_forward(
+        refuse_forward_mode(weights, per_sample_weights)
+        args = (
             weights,
             layout.tables,
             layout.features,
@@ -117,6 +121,10 @@ class CompiledOps:
             layout.total_dim,
             int(pooling_mode),
         )
+        # Functions that torch.library registers do not work with torch.func.
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return _ForTransforms.apply(self, *args)
+        return self._ops.pooled_forward(*args)
 
     def pooled_backward(
         self,
@@ -204,9 +212,10 @@ class CompiledOps:
             mapping = ablations.current()
             self._ops.use_cuda_mapping(mapping.by_work, mapping.steal, mapping.handover)
 
-    def _pooled_forward_gradient(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def pooled_forward_gradient(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """The backward of the op ``pooled_forward``, from what `_save_for_backward` has saved."""
         *args, per_sample_weights = ctx.saved_tensors
-        wants_weights, wants_per_sample_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[10]
+        wants_weights, *_, wants_per_sample_weights, _, _ = ctx.needs_input_grad[-13:]
         self._mirror_settings(args[0])
         grad_weights, grad_per_sample_weights = self._ops.pooled_backward(
             grad_output.contiguous(), *args, per_sample_weights, ctx.pooling_mode, wants_per_sample_weights
@@ -218,6 +227,24 @@ class CompiledOps:
             None,
             None,
         )
+
+
+class _ForTransforms(torch.autograd.Function):
+    """The op ``pooled_forward`` as `torch.func.grad` takes it."""
+
+    @staticmethod
+    def forward(compiled: CompiledOps, *args: Any) -> Tensor:
+        return compiled._ops.pooled_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.compiled = inputs[0]
+        _save_for_backward(ctx, inputs[1:], output)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.compiled.pooled_forward_gradient(ctx, grad_output)
 
 
 def _contiguous(per_sample_weights: Tensor | None) -> Tensor | None:

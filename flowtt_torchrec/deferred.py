@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from flowtt_torchrec import ops
@@ -12,7 +13,7 @@ from flowtt_torchrec.plan import BoundsCheckMode, FlowPlan
 
 
 def deferred_lookup(
-    weights: Tensor,
+    trained: Tensor,
     layout: TTLayout,
     indices: Tensor,
     offsets: Tensor,
@@ -24,10 +25,10 @@ def deferred_lookup(
     pooling: str = "sum",
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
 ) -> Tensor:
-    """Pooled rows as `ops.lookup` has them; ``weights.grad`` stays ``None``.
+    """Pooled rows as `ops.lookup` has them.
 
     Args:
-        weights: the parameter that is trained; only whether it requires a gradient matters.
+        trained: requires a gradient, and gets none: it only brings backward here.
         layout: of the tables that are looked up.
         read: gives their cores ``[layout.num_parameters]``, at which the gradient is taken too.
         leave: is given that gradient in backward, not rounded to the weights' type, and the keys of the rows that were
@@ -39,7 +40,7 @@ def deferred_lookup(
         leave(grad, plan.row_keys[: int(plan.counts[0])] if with_row_keys else None)
 
     return ops.collected_lookup(
-        weights,
+        trained,
         read(),
         layout,
         indices,
@@ -49,3 +50,8 @@ def deferred_lookup(
         pooling=pooling,
         bounds_check_mode=bounds_check_mode,
     )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1

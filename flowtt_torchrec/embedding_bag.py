@@ -3,155 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.cores import default_std, from_dense, init_cores
+from flowtt_torchrec.cores import core_name, default_std, from_dense, init_cores
 from flowtt_torchrec.deferred import deferred_lookup
+from flowtt_torchrec.flat_cores import FlatCores, OptimizerState
 from flowtt_torchrec.layout import TTLayout
-from flowtt_torchrec.materialised import MaterialisedRows
-from flowtt_torchrec.optimizers import (
-    STEP,
-    OptimizerSpec,
-    apply_gradient,
-    init_state,
-    split_state,
-    state_names,
-    touched_slices,
-)
+from flowtt_torchrec.optimizers import STEP, OptimizerSpec, apply_gradient, leave_out, touched_slices
 from flowtt_torchrec.plan import BoundsCheckMode
-from flowtt_torchrec.precision import check_weight_dtype, compute_dtype
+from flowtt_torchrec.precision import compute_dtype
 from flowtt_torchrec.spec import TTSpec
 from flowtt_torchrec.whole_numbers import whole_number
 
-
-class _FlatCores(nn.Module):
-    """Cores of a group of tables in one flat parameter; in a state dict every core is a tensor of its own."""
-
-    def __init__(
-        self,
-        layout: TTLayout,
-        optimizer: OptimizerSpec | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        check_weight_dtype(dtype)
-        self.layout = layout
-        self.optimizer = optimizer
-        self.weights = nn.Parameter(torch.empty(layout.num_parameters, device=device, dtype=dtype))
-        self.materialised: MaterialisedRows | None = None
-        self._state_names = () if optimizer is None else state_names(optimizer.kind, dtype)
-        if optimizer is not None:
-            # Not persistent as buffers: _save_to_state_dict writes them core by core.
-            for name, state in init_state(layout, optimizer.kind, dtype=dtype, device=self.weights.device).items():
-                if name == STEP:  # no buffer: stays on the CPU, where it is read
-                    self.step = state
-                else:
-                    self.register_buffer(name, state, persistent=False)
-
-    def _core_key(self, table: str, core: int) -> str:
-        """Name of a core in the state dict, under the module's own prefix."""
-        return f"{table}.tt_core{core}"
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self._state_names}
-
-    def materialise_rows(self, max_bytes: int, strategy: str = "auto") -> None:
-        """Lets lookups without gradients keep rows of tables in memory while the weights do not change.
-
-        ``materialised`` then is the `MaterialisedRows` that does it, and tells which tables' rows are kept.
-
-        Args:
-            max_bytes: the most that they may take; 0 to keep none any more.
-            strategy: as for `MaterialisedRows`.
-        """
-        self.materialised = MaterialisedRows(max_bytes, strategy) if max_bytes else None
-
-    def _rows_without_gradient(self, per_sample_weights: Tensor | None) -> MaterialisedRows | None:
-        """What keeps rows, if this lookup may use it."""
-        inputs = (self.weights, per_sample_weights)
-        wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        # A compiled graph would take kept rows for constants.
-        if wants_gradient or torch.compiler.is_compiling() or self.weights.is_inference():
-            return None
-        return self.materialised
-
-    def split_weights(self) -> dict[str, list[Tensor]]:
-        """The cores ``[p_k, r_{k-1}, q_k, r_k]`` of each table: detached views that share the parameter's memory."""
-        return dict(zip(self.layout.names, self.layout.core_views(self.weights.detach())))
-
-    def _pieces(self, weights: Tensor) -> dict[str, dict[str, tuple[str, Tensor]]]:
-        """For each flat tensor, its pieces in order: key in the state dict, without prefix, to table and view."""
-        pieces: dict[str, dict[str, tuple[str, Tensor]]] = {"weights": {}}
-        for table, cores in zip(self.layout.names, self.layout.core_views(weights)):
-            for k, core in enumerate(cores):
-                pieces["weights"][self._core_key(table, k)] = table, core
-        if self.optimizer is not None:
-            split = split_state(self.layout, self.optimizer.kind, self._optimizer_state())
-            for name in self._state_names:
-                pieces[name] = {
-                    f"{self._core_key(table, k)}.{name}": (table, core_state[name])
-                    for table, core_states in split.items()
-                    for k, core_state in enumerate(core_states)
-                }
-        return pieces
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for pieces in self._pieces(self.weights if keep_vars else self.weights.detach()).values():
-            for key, (_, piece) in pieces.items():
-                destination[prefix + key] = piece
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        known: set[str] = set()
-        for name, pieces in self._pieces(self.weights.detach()).items():
-            known.update(prefix + key for key in pieces)
-            found = {key: state_dict[prefix + key].detach() for key in pieces if prefix + key in state_dict}
-            missing = [prefix + key for key in pieces if key not in found]
-            errors = []
-            for key, tensor in found.items():
-                table, piece = pieces[key]
-                if tensor.shape != piece.shape:
-                    errors.append(
-                        f"table {table!r}: {prefix + key} has shape {list(tensor.shape)} in the state dict, but the "
-                        f"table's TTSpec needs {list(piece.shape)}"
-                    )
-                elif piece.is_meta and not assign:
-                    errors.append(
-                        f"table {table!r}: cannot load {prefix + key} into a module on the meta device; call to_empty "
-                        "first, or load with assign=True"
-                    )
-            if strict:
-                missing_keys.extend(missing)
-            error_msgs.extend(errors)
-            assigned = assign and name != STEP
-            if errors or (missing and assigned):  # a flat tensor is assigned whole or not at all
-                continue
-            if assigned:
-                flat = torch.cat([found[key].flatten() for key in pieces])
-                setattr(self, name, nn.Parameter(flat, self.weights.requires_grad) if name == "weights" else flat)
-                continue
-            for key, tensor in found.items():
-                pieces[key][1].copy_(tensor)
-        if strict:
-            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+_STATE = "optimizer_state"  # the module that has the state of a fused optimizer
 
 
-class BatchedTTEmbeddingBags(_FlatCores):
+class BatchedTTEmbeddingBags(FlatCores):
     """Many tensor-train tables of any shapes, looked up in one op call.
 
     Args:
@@ -159,7 +31,8 @@ class BatchedTTEmbeddingBags(_FlatCores):
         feature_table_map: number of the table that each feature looks up, in the order of the output's columns; one
             feature a table if not given.
         pooling: ``"sum"`` or ``"mean"``.
-        optimizer: a fused optimizer, stepped inside backward; without one, ``weights`` gets a dense gradient.
+        optimizer: a fused optimizer, stepped inside backward; without one, the cores get dense gradients. It steps
+            parameters that require a gradient; what ``functional_call`` puts in their places gets gradients instead.
         bounds_check_mode: what happens to a row number that its table does not have.
         device: where the weights live; on ``"meta"`` they are not initialised.
         dtype: of the weights: float32, float64, bfloat16 or float16. All that is computed, and the optimizer's state,
@@ -172,16 +45,19 @@ class BatchedTTEmbeddingBags(_FlatCores):
             which its gradient is taken: the step is that of any optimizer that is given a late gradient.
 
     Attributes:
-        weights: one flat parameter with the cores of all tables; `split_weights` has them one by one.
+        weights: the flat buffer that all cores lie in, without gradient; see `FlatCores.weights`.
         layout: where each core lies in it.
         optimizer: the fused optimizer with its present learning rate, or none.
+        optimizer_state: its state, an `OptimizerState`, or none.
 
-    State dict:
-        ``<table>.tt_core<k>`` for every core, ``k`` from 0, and with a fused optimizer its state as
-        ``<table>.tt_core<k>.momentum1``; for Adam also ``exp_avg_sq`` and ``step``, the number of steps made.
+    Parameters and state dict:
+        ``<table>.tt_core<k>`` for every core, ``k`` from 0. With a fused optimizer the state dict also has its state as
+        ``optimizer_state.<table>.tt_core<k>_momentum1``; for Adam ``…_exp_avg_sq`` too. Adam, and cores that are
+        rounded, have ``optimizer_state.<table>.step``, the number of steps made. State dicts that call the state
+        ``<table>.tt_core<k>.momentum1`` load as well.
 
     Raises:
-        ValueError: as `TTLayout`, or for an unknown pooling.
+        ValueError: as `TTLayout`, for an unknown pooling, or for a table's name that no module can have.
     """
 
     def __init__(
@@ -198,28 +74,59 @@ class BatchedTTEmbeddingBags(_FlatCores):
         seed: int = 0,
         keep_forward_weights: bool = False,
     ) -> None:
-        super().__init__(TTLayout(list(specs.values()), list(specs), feature_table_map), optimizer, device, dtype)
+        super().__init__(TTLayout(list(specs.values()), list(specs), feature_table_map))
         if pooling not in ("sum", "mean"):
             raise ValueError(f"unknown pooling {pooling!r}; known: sum, mean")
+        for name in specs:
+            if not name or "." in name or name == _STATE:
+                raise ValueError(
+                    f"a table cannot be called {name!r}: its cores are parameters of a module of that name"
+                )
         self.pooling = pooling
-        self.output_dtype = compute_dtype(dtype) if output_dtype is None else output_dtype
         self.bounds_check_mode = bounds_check_mode
         self.seed = whole_number("seed", seed)
         self.keep_forward_weights = keep_forward_weights
+        self._output_dtype = output_dtype
+        self._optimizer = optimizer
         # A new tensor for every value: a compiled graph keeps the one of its forward until backward.
         rate = None if optimizer is None else torch.tensor(optimizer.learning_rate, dtype=torch.float64, device="cpu")
         self._learning_rate = rate
+        self._trained = torch.empty(0, device="cpu", requires_grad=True)  # brings backward to a fused optimizer
+        # Not by add_module: a table may be called as an attribute is.
+        self._modules.update({name: nn.Module() for name in specs})
+        self._add_cores(device, dtype)
+        self.optimizer_state = None
+        if optimizer is not None:
+            self.optimizer_state = OptimizerState(self.layout, optimizer.kind, dtype, self.weights.device)
         self.reset_parameters()
+
+    def _holders(self) -> list[nn.Module]:
+        modules = self._modules
+        return [modules[name] for name in self.layout.names]  # type: ignore[misc]
+
+    def table(self, name: str) -> nn.Module:
+        """The module that has a table's cores as its parameters ``tt_core<k>``."""
+        return self._modules[name]  # type: ignore[return-value]
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The fused optimizer with its present learning rate, or none."""
+        return self._optimizer
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Type of the output."""
+        return compute_dtype(self.current_cores()[0].dtype) if self._output_dtype is None else self._output_dtype
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the weights anew, with the variance of TorchRec's tables, and zeroes the optimizer's state."""
-        if self.weights.is_meta:
-            return
-        for (name, views), spec in zip(self.split_weights().items(), self.layout.specs):
-            cores = init_cores(spec, name, default_std(spec.num_embeddings), seed=self.seed, dtype=self.weights.dtype)
-            for view, core in zip(views, cores):
-                view.copy_(core)
+        for (name, cores), spec in zip(self.split_weights().items(), self.layout.specs):
+            if cores[0].is_meta:
+                return
+            drawn = init_cores(spec, name, default_std(spec.num_embeddings), seed=self.seed, dtype=cores[0].dtype)
+            for core, values in zip(cores, drawn):
+                core.copy_(values)
         for state in self._optimizer_state().values():
             state.zero_()
 
@@ -234,59 +141,90 @@ class BatchedTTEmbeddingBags(_FlatCores):
         Returns:
             ``[batch_size, layout.total_dim]`` of ``output_dtype``.
         """
-        return self._lookup(indices, offsets, per_sample_weights).to(self.output_dtype)
+        output = self._lookup(indices, offsets, per_sample_weights)
+        return output if self._output_dtype is None else output.to(self._output_dtype)
 
     def _lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        rows = self._rows_without_gradient(per_sample_weights)
-        if rows is not None or self.optimizer is None:
-            return (ops if rows is None else rows).lookup(
-                self.weights,
-                self.layout,
-                indices,
-                offsets,
-                per_sample_weights=per_sample_weights,
-                pooling=self.pooling,
-                bounds_check_mode=self.bounds_check_mode,
-            )
-        if self.keep_forward_weights and self.weights.requires_grad and torch.is_grad_enabled():
+        cores = self.current_cores()
+        flat = self._flat_behind(cores) if self._optimizer is None else self.flat_to_step(cores)
+        options: dict[str, Any] = {
+            "per_sample_weights": per_sample_weights,
+            "pooling": self.pooling,
+            "bounds_check_mode": self.bounds_check_mode,
+        }
+        rows = self._rows_without_gradient(flat, cores, per_sample_weights)
+        if rows is not None:
+            assert flat is not None
+            return rows.lookup(flat, self.layout, indices, offsets, **options)
+        if flat is None or self._optimizer is None:
+            return ops.lookup(self._differentiable(flat, cores), self.layout, indices, offsets, **options)
+        trained = [core.requires_grad for core in cores]
+        if not torch.is_grad_enabled() or not any(trained):
+            return ops.lookup(flat, self.layout, indices, offsets, **options)
+        if self.keep_forward_weights or not all(trained):
+            weights = flat.clone() if self.keep_forward_weights else flat
             return deferred_lookup(
-                self.weights,
+                self._trained,
                 self.layout,
                 indices,
                 offsets,
-                read=self.weights.detach().clone,
-                leave=self._step,
-                with_row_keys=self.optimizer.needs_touched,
-                per_sample_weights=per_sample_weights,
-                pooling=self.pooling,
-                bounds_check_mode=self.bounds_check_mode,
+                read=lambda: weights,
+                leave=lambda grad, row_keys: self._step(grad, row_keys, trained),
+                with_row_keys=self._optimizer.needs_touched,
+                **options,
             )
         return ops.fused_lookup(
-            self.weights,
+            flat,
             self.layout,
             indices,
             offsets,
-            optimizer=self.optimizer,
+            optimizer=self._optimizer,
             state=self._optimizer_state(),
-            per_sample_weights=per_sample_weights,
-            pooling=self.pooling,
-            bounds_check_mode=self.bounds_check_mode,
             seed=self.seed,
             learning_rate=self._learning_rate,
+            trained=self._trained,
+            **options,
         )
 
+    def flat_to_step(self, cores: Sequence[Tensor]) -> Tensor | None:
+        """The memory of the parameters; none if other tensors are in their places, which nobody can step.
+
+        Args:
+            cores: of `current_cores`.
+
+        Raises:
+            RuntimeError: for parameters of several types or devices.
+        """
+        flat = self._flat_behind(cores)
+        if flat is None and not torch.compiler.is_compiling() and all(type(core) is nn.Parameter for core in cores):
+            self.relink()
+            flat = self._flat_behind(cores)
+            if flat is None:
+                raise RuntimeError(
+                    "the cores have been given several types or devices, and a fused optimizer steps all in one call; "
+                    "convert or move the whole module"
+                )
+        if flat is not None:
+            self._note_changes(flat, cores)
+        return flat
+
     @torch.no_grad()
-    def _step(self, grad: Tensor, row_keys: Tensor | None) -> None:
-        self.apply_gradient(grad, None if row_keys is None else touched_slices(self.layout, row_keys))
+    def _step(self, grad: Tensor, row_keys: Tensor | None, trained: Sequence[bool]) -> None:
+        touched = None if row_keys is None else touched_slices(self.layout, row_keys)
+        leave_out(self.layout, trained, grad, touched)
+        self.apply_gradient(grad, touched)
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return {} if self.optimizer_state is None else self.optimizer_state.flat
 
     def split_optimizer_state(self) -> dict[str, list[dict[str, Tensor]]]:
         """The fused optimizer's state by table and core, e.g. ``{"momentum1": …}``: views that share its memory.
 
         A view is shaped as the core, or ``[p_k]`` for row-wise Adagrad; SGD has none. Adam's ``step`` is ``[]``.
         """
-        if self.optimizer is None:
+        if self.optimizer_state is None:
             return {spec_name: [{} for _ in spec.p] for spec_name, spec in zip(self.layout.names, self.layout.specs)}
-        return split_state(self.layout, self.optimizer.kind, self._optimizer_state())
+        return self.optimizer_state.split()
 
     def apply_gradient(self, grad: Tensor, touched: Tensor | None = None) -> None:
         """Steps the fused optimizer from a gradient of `weights` that was summed elsewhere.
@@ -295,29 +233,56 @@ class BatchedTTEmbeddingBags(_FlatCores):
             grad: ``[layout.num_parameters]``, not rounded to the weights' type.
             touched: bool ``[layout.num_slices]``, slices that were looked up; needed with weight decay, and by Adam.
         """
-        if self.optimizer is None:
+        if self._optimizer is None:
             raise RuntimeError("no fused optimizer; give the gradient to the torch optimizer of these tables")
-        state = self._optimizer_state()
-        apply_gradient(self.layout, self.optimizer, self.weights.detach(), state, grad, touched, self.seed)
+        flat = self.flat_to_step(self.current_cores())
+        if flat is None:
+            raise RuntimeError("a fused optimizer steps parameters, and others are in the places of the cores")
+        apply_gradient(self.layout, self._optimizer, flat, self._optimizer_state(), grad, touched, self.seed)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the fused optimizer's learning rate for the forward passes from now on, and their backward."""
-        if self.optimizer is None:
+        if self._optimizer is None:
             raise RuntimeError(
                 "no fused optimizer; set the learning rate in the torch optimizer that steps these tables"
             )
-        self.optimizer = dataclasses.replace(self.optimizer, learning_rate=learning_rate)
+        if learning_rate == self._optimizer.learning_rate:
+            return
+        self._optimizer = dataclasses.replace(self._optimizer, learning_rate=learning_rate)
         self._learning_rate = torch.tensor(learning_rate, dtype=torch.float64, device="cpu")
+
+    def relink(self) -> None:
+        """As `FlatCores.relink`, the optimizer's state included."""
+        super().relink()
+        if self.optimizer_state is not None:
+            self.optimizer_state.relink()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchedTTEmbeddingBags:
+        super()._apply(fn, recurse)
+        if self.optimizer_state is not None:
+            self.optimizer_state.follow(self.current_cores()[0].dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the optimizer's state also by the names that it had beside the cores."""
+        for table, spec in zip(self.layout.names, self.layout.specs):
+            for k in range(spec.num_cores):
+                old = f"{prefix}{table}.{core_name(k)}."
+                for name in self._optimizer_state():
+                    if old + name in state_dict:
+                        piece = STEP if name == STEP else f"{core_name(k)}_{name}"
+                        state_dict[f"{prefix}{_STATE}.{table}.{piece}"] = state_dict.pop(old + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         layout = self.layout
         return (
             f"{layout.num_tables} tables, {layout.num_features} features, {layout.num_parameters:,} parameters, "
-            f"pooling={self.pooling!r}, optimizer={self.optimizer}, dtype={self.weights.dtype}"
+            f"pooling={self.pooling!r}, optimizer={self.optimizer}, dtype={self.current_cores()[0].dtype}"
         )
 
 
-class TTEmbeddingBag(_FlatCores):
+class TTEmbeddingBag(FlatCores):
     """A tensor-train table in the place of ``nn.EmbeddingBag``: the same calls give the same kind of output.
 
     Not supported: ``mode="max"``, ``max_norm``, ``scale_grad_by_freq`` and ``sparse``. A difference: ``input`` and
@@ -341,7 +306,8 @@ class TTEmbeddingBag(_FlatCores):
             are float32 or float64.
 
     Attributes:
-        weights: one flat parameter with all cores; the state dict has them as ``tt_core<k>``, ``k`` from 0.
+        tt_core0, tt_core1, ...: the cores ``[p_k, r_{k-1}, q_k, r_k]``, its parameters.
+        weights: the flat buffer that they lie in, without gradient; see `FlatCores.weights`.
 
     Raises:
         NotImplementedError: for what is not supported.
@@ -385,7 +351,7 @@ class TTEmbeddingBag(_FlatCores):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx {padding_idx} is outside the table's {num_embeddings} rows")
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        super().__init__(TTLayout([spec], ["TTEmbeddingBag"]), None, device, dtype)
+        super().__init__(TTLayout([spec], ["TTEmbeddingBag"]))
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.spec = spec
@@ -393,7 +359,11 @@ class TTEmbeddingBag(_FlatCores):
         self.include_last_offset = include_last_offset
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.bounds_check_mode = bounds_check_mode
+        self._add_cores(device, dtype)
         self.reset_parameters()
+
+    def _holders(self) -> list[nn.Module]:
+        return [self]
 
     @classmethod
     def from_pretrained(
@@ -412,26 +382,23 @@ class TTEmbeddingBag(_FlatCores):
         spec = TTSpec.suggest(rows, columns, rank) if spec is None else spec
         cores = from_dense(embeddings, spec)
         bag = cls(rows, columns, spec=spec, device="meta", dtype=embeddings.dtype, **kwargs)
-        flat = torch.cat([core.flatten() for core in cores])
-        bag.weights = nn.Parameter(flat, requires_grad=not freeze)
-        return bag
-
-    def _core_key(self, table: str, core: int) -> str:
-        return f"tt_core{core}"
+        bag.load_state_dict({core_name(k): core for k, core in enumerate(cores)}, assign=True)
+        return bag.requires_grad_(not freeze)
 
     @property
     def cores(self) -> list[Tensor]:
-        """The cores ``[p_k, r_{k-1}, q_k, r_k]``: detached views that share the parameter's memory."""
-        return self.layout.core_views(self.weights.detach())[0]
+        """The cores ``[p_k, r_{k-1}, q_k, r_k]``: detached views that share the parameters' memory."""
+        return [core.detach() for core in self.current_cores()]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the weights anew from torch's generator, rows with the variance of TorchRec's tables."""
-        if self.weights.is_meta:
+        first = self.cores[0]
+        if first.is_meta:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         std = default_std(self.num_embeddings)
-        for view, core in zip(self.cores, init_cores(self.spec, "", std, seed=seed, dtype=self.weights.dtype)):
+        for view, core in zip(self.cores, init_cores(self.spec, "", std, seed=seed, dtype=first.dtype)):
             view.copy_(core)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -453,33 +420,37 @@ class TTEmbeddingBag(_FlatCores):
             )
         offsets = self._bag_offsets(input, offsets)
         input = input.flatten()
-        dtype = compute_dtype(self.weights.dtype)
-        weights = None if per_sample_weights is None else per_sample_weights.flatten().to(dtype)
-        return self._pool(input, offsets, weights).to(self.weights.dtype)
+        cores = self.current_cores()
+        dtype = cores[0].dtype
+        factors = None if per_sample_weights is None else per_sample_weights.flatten().to(compute_dtype(dtype))
+        return self._pool(cores, input, offsets, factors).to(dtype)
 
-    def _pool(self, input: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def _pool(self, cores: list[Tensor], input: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
         if self.padding_idx is None:
-            return self._lookup(input, offsets, weights, self.mode)
+            return self._lookup(cores, input, offsets, factors, self.mode)
         counted = input != self.padding_idx
         # Not a product: a weight that is not a number must not matter where it does not count.
-        factors = counted.to(compute_dtype(self.weights.dtype)) if weights is None else weights.where(counted, 0)
-        output = self._lookup(input, offsets, factors, "sum")
+        counts = counted.to(compute_dtype(cores[0].dtype)) if factors is None else factors.where(counted, 0)
+        output = self._lookup(cores, input, offsets, counts, "sum")
         if self.mode == "sum":
             return output
         ends = nn.functional.pad(counted.cumsum(0), (1, 0))[offsets.long()]  # int64: a float32 would stop at 2^24
         return output / ends.diff().clamp(min=1)[:, None]
 
-    def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, pooling: str) -> Tensor:
-        rows = self._rows_without_gradient(weights)
-        return (ops if rows is None else rows).lookup(
-            self.weights,
-            self.layout,
-            indices,
-            offsets,
-            per_sample_weights=weights,
-            pooling=pooling,
-            bounds_check_mode=self.bounds_check_mode,
-        )
+    def _lookup(
+        self, cores: list[Tensor], indices: Tensor, offsets: Tensor, factors: Tensor | None, pooling: str
+    ) -> Tensor:
+        flat = self._flat_behind(cores)
+        rows = self._rows_without_gradient(flat, cores, factors)
+        options: dict[str, Any] = {
+            "per_sample_weights": factors,
+            "pooling": pooling,
+            "bounds_check_mode": self.bounds_check_mode,
+        }
+        if rows is not None:
+            assert flat is not None
+            return rows.lookup(flat, self.layout, indices, offsets, **options)
+        return ops.lookup(self._differentiable(flat, cores), self.layout, indices, offsets, **options)
 
     def _bag_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         """Where bags start, and the number of indices at the end."""

@@ -7,23 +7,23 @@ compiler. A library that is missing or does not load is an error at the first op
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flowtt_torchrec import ablations, native, reference
-from flowtt_torchrec.compiled import CompiledOps
+from flowtt_torchrec.backend import Backend
+from flowtt_torchrec.first_order import first_order
 from flowtt_torchrec.layout import TTLayout
 from flowtt_torchrec.optimizers import MOMENTUM1, MOMENTUM2, STEP, OptimizerSpec, state_names
 from flowtt_torchrec.plan import BoundsCheckMode, FlowPlan, PoolingMode
 from flowtt_torchrec.precision import WEIGHT_DTYPES, compute_dtype
 
-BACKENDS: dict[str, ModuleType | CompiledOps] = {"native": native, "reference": reference}
+BACKENDS: dict[str, Backend] = {"native": native, "reference": reference}
 BACKEND_VARIABLE = "FLOWTT_BACKEND"
 _POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
 
@@ -81,7 +81,7 @@ def backend_info() -> BackendInfo:
     return BackendInfo(*_chosen, library, native.load_error)
 
 
-def _backend() -> ModuleType | CompiledOps:
+def _backend() -> Backend:
     name = _chosen[0]
     if name == "native" and native.load_error is not None:
         raise RuntimeError(
@@ -216,10 +216,12 @@ def fused_lookup(
     bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     seed: int = 0,
     learning_rate: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """As `lookup`, but backward steps the optimizer on ``weights`` and ``state`` in place.
 
-    ``weights.grad`` stays ``None``. ``weights`` that do not require a gradient are not changed.
+    ``weights.grad`` stays ``None``. ``weights`` that do not require a gradient are not changed. Every lookup's backward
+    is a step, as with FBGEMM's tables, also where a loss has several lookups of one table.
 
     Args:
         optimizer: the optimizer, with the learning rate of this step.
@@ -227,6 +229,8 @@ def fused_lookup(
         seed: of stochastic rounding, together with the number of the step.
         learning_rate: that of ``optimizer`` once more, float64 ``[]`` on the CPU. Under ``torch.compile`` this is what
             is read, so that a schedule does not make the graph anew for every learning rate.
+        trained: requires a gradient in the place of ``weights``, and gets none: any tensor, for weights that are the
+            memory of parameters.
 
     Raises:
         IndexError: as `flow_plan`.
@@ -235,7 +239,8 @@ def fused_lookup(
     """
     _check(weights, layout, offsets, indices, per_sample_weights)
     plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
-    if not weights.requires_grad:
+    trained = weights if trained is None else trained
+    if not trained.requires_grad:
         return _pooled_lookup(weights, layout, offsets, plan, per_sample_weights, pooling)
     names = state_names(optimizer.kind, weights.dtype)
     missing = [name for name in names if name not in state]
@@ -246,8 +251,8 @@ def fused_lookup(
     _check_devices(weights.device, **{name: state[name] for name in names if name != STEP})
     kept = [state[name] if name in names else None for name in (MOMENTUM1, MOMENTUM2, STEP)]
     mode = _option("pooling", pooling, _POOLING)
-    args = per_sample_weights, *kept, learning_rate, offsets, *plan, layout, optimizer, seed, mode, _backend()
-    return _FusedLookup.apply(weights, *args)
+    args = weights, *kept, learning_rate, offsets, *plan, layout, optimizer, seed, mode, _backend()
+    return _FusedLookup.apply(trained, per_sample_weights, *args)
 
 
 def collected_lookup(
@@ -284,7 +289,7 @@ def collected_lookup(
     plan = flow_plan(layout, indices, offsets, bounds_check_mode=bounds_check_mode)
     mode = _option("pooling", pooling, _POOLING)
     return _CollectedLookup.apply(
-        trained, per_sample_weights, weights.detach(), offsets, *plan, layout, collect, mode, _backend()
+        trained, per_sample_weights, weights, offsets, *plan, layout, collect, mode, _backend()
     )
 
 
@@ -292,13 +297,15 @@ class _CollectedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trained: Tensor, per_sample_weights: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
         offsets, *plan, layout, ctx.collect, mode, backend = args
+        ctx.version = _Version(weights)
         ctx.layout, ctx.mode, ctx.backend = layout, mode, backend
         ctx.save_for_backward(weights, per_sample_weights, offsets, *plan)
         return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.version.check()
         weights, per_sample_weights, offsets, *plan = ctx.saved_tensors
         wants_weights, wants_per_sample_weights = ctx.needs_input_grad[:2]
         grad, grad_per_sample_weights = ctx.backend.pooled_backward(
@@ -319,33 +326,26 @@ class _CollectedLookup(torch.autograd.Function):
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, *args: Any) -> Tensor:
-        per_sample_weights, momentum1, momentum2, steps, rate, offsets, *plan = args[:-5]
+    def forward(ctx: Any, trained: Tensor, per_sample_weights: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
+        momentum1, momentum2, steps, rate, offsets, *plan = args[:-5]
         layout, optimizer, seed, mode, backend = args[-5:]
-        # A compiled graph guards its saved tensors itself, and cannot trace versions.
-        compiling = torch.compiler.is_compiling()
-        ctx.weights, ctx.version = weights, None if compiling else weights._version
-        ctx.rate = {"learning_rate": rate} if compiling and rate is not None else {}
+        ctx.weights, ctx.version = weights, _Version(weights)
+        ctx.rate = rate if torch.compiler.is_compiling() else None
         ctx.momentum1, ctx.momentum2, ctx.steps = momentum1, momentum2, steps
         ctx.save_for_backward(per_sample_weights, offsets, *plan)
         ctx.layout, ctx.optimizer, ctx.seed, ctx.mode, ctx.backend = layout, optimizer, seed, mode, backend
         return backend.pooled_forward(weights, layout, offsets, FlowPlan(*plan), per_sample_weights, mode)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         per_sample_weights, offsets, *plan = ctx.saved_tensors
-        if ctx.version is not None and ctx.weights._version != ctx.version:
-            raise RuntimeError(
-                "the tensor-train weights have changed since this forward pass, so its gradient cannot be taken; "
-                "with a fused optimizer run backward before the next backward of the same tables. For pipelines that "
-                "look up ahead (TrainPipelineSemiSync) set keep_forward_weights=True in the sharder or in "
-                "BatchedTTEmbeddingBags, or train with optimizer=None and a torch optimizer"
-            )
+        ctx.version.check()
+        weights = ctx.weights
         wants_per_sample_weights = ctx.needs_input_grad[1]
         grad_per_sample_weights = ctx.backend.pooled_backward_update(
             grad_output,
-            ctx.weights,
+            weights,
             ctx.momentum1,
             ctx.momentum2,
             ctx.layout,
@@ -356,15 +356,37 @@ class _FusedLookup(torch.autograd.Function):
             ctx.mode,
             wants_per_sample_weights,
             None if ctx.steps is None else ctx.steps + 1,
-            ctx.optimizer.rounding_seed(ctx.weights.dtype, ctx.seed),
-            **ctx.rate,
+            ctx.optimizer.rounding_seed(weights.dtype, ctx.seed),
+            ctx.rate,
         )
         if ctx.steps is not None:
             ctx.steps.add_(1)
-        if ctx.version is not None:
-            torch.autograd.graph.increment_version(ctx.weights)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(weights)
         rest = (None,) * (len(ctx.needs_input_grad) - 2)
         return None, grad_per_sample_weights if wants_per_sample_weights else None, *rest
+
+
+class _Version:
+    """Of weights that backward wants as they were in forward; autograd's own check does not say what to do."""
+
+    def __init__(self, weights: Tensor) -> None:
+        # A compiled graph guards its saved tensors itself, and cannot trace versions.
+        if torch.compiler.is_compiling():
+            self._weights = None
+        else:
+            self._weights, self._version = weakref.ref(weights), weights._version
+
+    def check(self) -> None:
+        weights = None if self._weights is None else self._weights()
+        if weights is not None and weights._version != self._version:
+            raise RuntimeError(
+                "the tensor-train weights have changed since this forward pass, so its gradient cannot be taken; "
+                "with a fused optimizer run backward before the next backward of the same tables. For pipelines that "
+                "look up ahead (TrainPipelineSemiSync), and losses with several lookups of one table, set "
+                "keep_forward_weights=True in the sharder or in BatchedTTEmbeddingBags, or train with optimizer=None "
+                "and a torch optimizer"
+            )
 
 
 def _option(argument: str, value: str, known: Mapping[str, Any]) -> Any:

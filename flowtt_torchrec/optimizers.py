@@ -267,6 +267,24 @@ def touched_slices(layout: TTLayout, row_keys: Tensor) -> Tensor:
     return touched
 
 
+def leave_out(layout: TTLayout, trained: Sequence[bool], grad: Tensor, touched: Tensor | None) -> None:
+    """Takes cores that are not trained out of a gradient, and of the slices that were looked up, in place.
+
+    Args:
+        layout: the tables.
+        trained: for each core of all tables, whether it is.
+        grad: ``[layout.num_parameters]``.
+        touched: bool ``[layout.num_slices]``, if it is known.
+    """
+    if all(trained):
+        return
+    pieces = [layout.core_views(grad)] + ([] if touched is None else [layout.slice_views(touched)])
+    for of_tables in pieces:
+        for is_trained, piece in zip(trained, (piece for of_table in of_tables for piece in of_table)):
+            if not is_trained:
+                piece.zero_()
+
+
 def _spread(layout: TTLayout, slices: Tensor) -> Tensor:
     """A value a slice ``[num_slices]``, on every element of the slice, ``[num_parameters]``."""
     sizes = [size // p for spec in layout.specs for size, p in zip(spec.core_sizes, spec.p)]

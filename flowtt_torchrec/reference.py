@@ -233,6 +233,7 @@ def pooled_backward_update(
     per_sample_weights_grad: bool = False,
     steps: Tensor | None = None,
     rounding_seed: int = TO_NEAREST,
+    learning_rate: Tensor | None = None,
 ) -> Tensor:
     """`pooled_backward`, then one step of a fused optimizer on ``weights`` and both momenta in place.
 
@@ -243,6 +244,7 @@ def pooled_backward_update(
         steps: int64 ``[num_tables]`` on the CPU, number of this step of each table, from 1; needed by Adam.
         rounding_seed: how what is narrower than float32 is rounded in step 0, from which that of this step follows;
             see `flowtt_torchrec.precision.seed_of_step`.
+        learning_rate: in the place of the optimizer's, float64 ``[]``; for compiled graphs.
 
     Returns:
         The gradient of ``per_sample_weights``, taken before the step, or ``[0]`` where not asked for.
@@ -250,6 +252,7 @@ def pooled_backward_update(
     flat_grad, grad_per_sample_weights = pooled_backward(
         grad_output, weights, layout, offsets, plan, per_sample_weights, pooling_mode, per_sample_weights_grad
     )
+    rate = optimizer.learning_rate if learning_rate is None else learning_rate.to(flat_grad)
     row_tables, row_digits = layout.split_keys(plan.row_keys[: int(plan.counts[0])])
     cores, grads = layout.core_views(weights), layout.core_views(flat_grad)
     elements = layout.core_views(torch.arange(weights.numel(), device=weights.device))
@@ -280,7 +283,7 @@ def pooled_backward_update(
                 m[touched] += square
                 root = divisor(m[touched], optimizer.eps)
                 change = grad / (root[:, None, None, None] if optimizer.kind == ROWWISE_ADAGRAD else root)
-            slices = slices - optimizer.learning_rate * change
+            slices = slices - rate * change
             core[touched] = round_weights(slices, core.dtype, table_seed, elements[table][k][touched])
     return grad_per_sample_weights
 

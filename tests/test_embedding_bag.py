@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from tt_samples import SPECS, assert_near, both_backends, brute_force, graphs_that_step, random_batch
+from tt_samples import SPECS, assert_near, both_backends, brute_force, flat_grad, graphs_that_step, random_batch
 
 from flowtt_torchrec import cores, ops
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags, TTEmbeddingBag
@@ -33,7 +33,9 @@ def check_twins(bag: TTEmbeddingBag, twin: nn.EmbeddingBag, *arguments: torch.Te
     grad_output = torch.randn_like(expected)
     inputs = list(factors.values())
     (dense_grad, *expected_grads) = torch.autograd.grad(expected, [twin.weight, *inputs], grad_output)
-    (grad, *grads) = torch.autograd.grad(output, [bag.weights, *inputs], grad_output)
+    of_cores = list(bag.parameters())
+    all_grads = torch.autograd.grad(output, [*of_cores, *inputs], grad_output)
+    grad, grads = torch.cat([g.flatten() for g in all_grads[: len(of_cores)]]), all_grads[len(of_cores) :]
     weights = bag.weights.detach().requires_grad_()
     dense = cores.to_dense(bag.layout.core_views(weights)[0], bag.num_embeddings)
     assert_near(grad, torch.autograd.grad(dense, weights, dense_grad)[0])
@@ -84,7 +86,7 @@ def test_nothing_to_look_up(backend, mode, padding_idx):
             assert output.shape == (bags, 12)
             assert output.eq(0).all()
             output.sum().backward()
-            assert bag.weights.grad.eq(0).all()
+            assert flat_grad(bag).eq(0).all()
         check_twins(bag, twin, torch.tensor([7, 7]), torch.tensor([0]))
 
 
@@ -99,7 +101,7 @@ def test_weights_of_padded_lookups_do_not_count(backend, value):
         assert_near(bag(input, per_sample_weights=factors), twin(input, per_sample_weights=factors))
         check_twins(bag, twin, input, per_sample_weights=factors.detach().masked_fill(input == 7, 0).requires_grad_())
         bag(input, per_sample_weights=factors).sum().backward()
-        assert bag.weights.grad.isfinite().all()
+        assert flat_grad(bag).isfinite().all()
         assert factors.grad.masked_select(input == 7).eq(0).all()
 
 
@@ -230,12 +232,12 @@ def test_from_pretrained(backend):
     dense = torch.randn(100, 12, dtype=torch.float64)
     full = TTSpec.suggest(100, 12, rank=1_000)  # clipped to the ranks at which nothing is lost
     bag = TTEmbeddingBag.from_pretrained(dense, full, mode="sum")
-    assert not bag.weights.requires_grad
+    assert not any(core.requires_grad for core in bag.parameters())
     with ops.use_backend(backend):
         assert_near(bag(torch.arange(100)[:, None]), dense)
     bag = TTEmbeddingBag.from_pretrained(dense, rank=3, freeze=False, mode="mean", padding_idx=2)
     assert bag.spec.ranks == (3, 3)
-    assert (bag.mode, bag.padding_idx, bag.weights.requires_grad) == ("mean", 2, True)
+    assert (bag.mode, bag.padding_idx, bag.tt_core0.requires_grad) == ("mean", 2, True)
 
 
 def test_state_of_one_table():
@@ -270,11 +272,12 @@ def test_batched_equals_brute_force(backend, pooling, weighted):
     factors = torch.rand(indices.numel(), dtype=torch.float64) if weighted else None
     with ops.use_backend(backend):
         output = bags(indices, offsets, factors)
-        expected = brute_force(bags.layout, bags.weights, indices, offsets, factors, pooling)
+        weights = bags.weights.requires_grad_()
+        expected = brute_force(bags.layout, weights, indices, offsets, factors, pooling)
         assert output.shape == (6, 16 + 6 + 6 + 12)
         assert_near(output, expected)
         output.square().sum().backward()
-        assert_near(bags.weights.grad, torch.autograd.grad(expected.square().sum(), bags.weights)[0])
+        assert_near(flat_grad(bags), torch.autograd.grad(expected.square().sum(), weights)[0])
 
 
 @both_backends
@@ -288,7 +291,7 @@ def test_fused_steps_with_the_learning_rate_of_the_moment(backend):
             before = bags.weights.detach().clone().requires_grad_()
             grad = torch.autograd.grad(ops.lookup(before, bags.layout, indices, offsets).sum(), before)[0]
             bags(indices, offsets).sum().backward()
-            assert bags.weights.grad is None
+            assert all(core.grad is None for core in bags.parameters())
             assert_near(bags.weights, before - rate * grad)
     with pytest.raises(RuntimeError, match="no fused optimizer"):
         BatchedTTEmbeddingBags(TABLES).set_learning_rate(0.1)
@@ -316,7 +319,7 @@ def test_batched_compiles_without_graph_breaks(optimizer):
                 output.square().sum().backward()
     assert torch.equal(eager.weights, twin.weights)
     if optimizer is None:
-        assert torch.equal(eager.weights.grad, twin.weights.grad)
+        assert torch.equal(flat_grad(eager), flat_grad(twin))
     else:
         for name, state in eager._optimizer_state().items():
             assert torch.equal(state, twin._optimizer_state()[name])
@@ -375,10 +378,13 @@ def test_state_dict_keys_and_sharing():
     bags = BatchedTTEmbeddingBags({"a": SPECS["two_cores"], "b": SPECS["odd"]}, optimizer=OptimizerSpec("adagrad"))
     state = bags.state_dict(prefix="m.")
     expected = ["m.a.tt_core0", "m.a.tt_core1", "m.b.tt_core0", "m.b.tt_core1", "m.b.tt_core2"]
-    assert list(state) == [*expected, *(f"{key}.momentum1" for key in expected)]
+    states = [f"{key.replace('m.', 'm.optimizer_state.')}_momentum1" for key in expected]
+    assert list(state) == [*expected, *states]
+    assert [f"m.{name}" for name, _ in bags.named_parameters()] == expected
+    assert [f"m.{name}" for name, _ in bags.named_buffers()] == states
     state["m.b.tt_core1"].fill_(3.0)
     assert bags.split_weights()["b"][1].eq(3.0).all()
-    state["m.b.tt_core1.momentum1"].fill_(4.0)
+    state["m.optimizer_state.b.tt_core1_momentum1"].fill_(4.0)
     assert bags.split_optimizer_state()["b"][1]["momentum1"].eq(4.0).all()
     assert not state["m.a.tt_core0"].requires_grad
     assert bags.state_dict(keep_vars=True)["a.tt_core0"].requires_grad
@@ -388,14 +394,14 @@ def test_loading_names_what_does_not_fit():
     bags = BatchedTTEmbeddingBags(TABLES, optimizer=OptimizerSpec("adagrad"))
     state = {key: tensor.clone() for key, tensor in bags.state_dict().items()}
     state["three_cores.tt_core1"] = torch.zeros(4, 3, 3, 4)
-    del state["two_cores.tt_core0.momentum1"]
+    del state["optimizer_state.two_cores.tt_core0_momentum1"]
     state["stranger.tt_core0"] = torch.zeros(1)
     with pytest.raises(RuntimeError) as error:
         bags.load_state_dict(state)
     for part in (
-        "table 'three_cores': three_cores.tt_core1 has shape [4, 3, 3, 4] in the state dict",
-        "TTSpec needs [4, 3, 3, 5]",
-        'Missing key(s) in state_dict: "two_cores.tt_core0.momentum1"',
+        "size mismatch for three_cores.tt_core1: copying a param with shape torch.Size([4, 3, 3, 4])",
+        "current model is torch.Size([4, 3, 3, 5])",
+        'Missing key(s) in state_dict: "optimizer_state.two_cores.tt_core0_momentum1"',
         'Unexpected key(s) in state_dict: "stranger.tt_core0"',
     ):
         assert part in str(error.value)
@@ -403,7 +409,7 @@ def test_loading_names_what_does_not_fit():
     loaded["odd.tt_core0"] = loaded.pop("stranger.tt_core0")
     loaded["four_cores.tt_core3"].fill_(2.0)
     result = bags.load_state_dict(loaded, strict=False)
-    assert result.missing_keys == ["three_cores.tt_core1", "two_cores.tt_core0.momentum1"]
+    assert result.missing_keys == ["three_cores.tt_core1", "optimizer_state.two_cores.tt_core0_momentum1"]
     assert result.unexpected_keys == ["odd.tt_core0"]
     assert bags.split_weights()["four_cores"][3].eq(2.0).all()
 
@@ -413,25 +419,24 @@ def test_meta_device_then_materialised_or_loaded():
     expected = BatchedTTEmbeddingBags(TABLES, **options)
     bags = BatchedTTEmbeddingBags(TABLES, **options, device="meta")
     assert bags.weights.is_meta
-    assert bags.momentum1.is_meta
-    with pytest.raises(
-        RuntimeError, match=r"table 'two_cores': cannot load two_cores.tt_core0 .* meta device; .*assign"
-    ):
+    assert bags.optimizer_state.flat["momentum1"].is_meta
+    with pytest.warns(UserWarning, match=r"two_cores.tt_core0: .* to a meta parameter .*assign=True"):
         bags.load_state_dict(expected.state_dict())
     assigned = copy.deepcopy(bags)
     assigned.load_state_dict(expected.state_dict(), assign=True)
     bags.to_empty(device="cpu")
     bags.reset_parameters()
     for module in (bags, assigned):
-        assert isinstance(module.weights, nn.Parameter)
+        assert all(isinstance(core, nn.Parameter) for core in module.parameters())
         assert torch.equal(module.weights, expected.weights)
-        assert torch.equal(module.momentum1, expected.momentum1)
+        momentum1, step = (module.optimizer_state.flat[name] for name in ("momentum1", "step"))
+        assert torch.equal(momentum1, expected.optimizer_state.flat["momentum1"])
         indices, offsets = random_batch(module.layout, batch_size=3)
         with ops.use_backend("reference"):
             module(indices, offsets).sum().backward()
-        assert module.momentum1.any()
-        assert module.step.tolist() == [1, 1, 1]
-        assert module.step.device.type == "cpu"
+        assert momentum1.any()
+        assert step.tolist() == [1, 1, 1]
+        assert step.device.type == "cpu"
     with torch.device("meta"):
         assert BatchedTTEmbeddingBags(TABLES).weights.is_meta
         assert TTEmbeddingBag(100, 12).weights.is_meta
@@ -440,7 +445,7 @@ def test_meta_device_then_materialised_or_loaded():
 @both_backends
 def test_conversion_and_copies_keep_views_together(backend):
     bags = BatchedTTEmbeddingBags(TABLES, optimizer=OptimizerSpec("adagrad", 0.1)).double()
-    assert bags.weights.dtype == bags.momentum1.dtype == torch.float64
+    assert bags.weights.dtype == bags.optimizer_state.flat["momentum1"].dtype == torch.float64
     twin = copy.deepcopy(bags)
     indices, offsets = random_batch(bags.layout, batch_size=4)
     with ops.use_backend(backend):

@@ -84,6 +84,21 @@ def test_adams_step_number_breaks_no_graph() -> None:
         torch.testing.assert_close(mine, compiled_one)
 
 
+@graphs_that_step
+def test_the_reference_steps_in_compiled_models() -> None:
+    """With graph breaks, since it reads what it is given."""
+    bags = BatchedTTEmbeddingBags({"t": SPECS["two_cores"]}, optimizer=OptimizerSpec("sgd", 0.1))
+    twin = copy.deepcopy(bags)
+    with ops.use_backend("reference"):
+        compiled = torch.compile(twin, backend="aot_eager")
+        for rate in (0.1, 0.2):
+            indices, offsets = random_batch(bags.layout, 5)
+            for module, call in ((bags, bags), (twin, compiled)):
+                module.set_learning_rate(rate)
+                call(indices, offsets).square().sum().backward()
+    assert torch.equal(bags.weights, twin.weights)
+
+
 @pytest.mark.slow
 @graphs_that_step
 def test_inductor_compiles_forward_backward_and_step() -> None:

@@ -127,6 +127,36 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             f"{D}test_safe_reading.py::test_commands",
         ],
     },
+    ("parameters", DENSE): {"TorchRec's": [f"{D}test_parameters.py::test_names_are_one_set"]},
+    ("parameters", TT): {
+        "each core is one, `embedding_bags.<table>.tt_core<k>`, with the buffer `tt_rows`, on the ranks that hold it": [
+            f"{D}test_parameters.py::test_names_are_one_set"
+        ],
+        "names of parameters and buffers are those of the state dict": [
+            f"{D}test_parameters.py::test_names_are_one_set",
+            "test_flat_cores.py::test_names_in_the_state_dict_are_those_of_parameters_and_buffers",
+        ],
+        "freezing": [
+            f"{D}test_parameters.py::test_frozen_cores_are_not_stepped",
+            "test_flat_cores.py::test_frozen_cores_are_not_stepped",
+        ],
+        "learning rates in `_get_in_backward_optimizers`": [
+            f"{D}test_parameters.py::test_the_rates_of_optimizers_in_backward_are_theirs"
+        ],
+        "`get_model_state_dict`": [f"{D}test_parameters.py::test_names_are_one_set"],
+        "DDP and FSDP2 of the plain modules": [f"{D}test_parameters.py::test_ddp_and_fsdp_around_the_plain_modules"],
+        "`functional_call` and `torch.func.grad`": [
+            "test_flat_cores.py::test_functional_call_reads_and_differentiates_what_it_is_given",
+            "test_first_order.py::test_func_grad_is_the_gradient",
+        ],
+        "second and forward-mode derivatives are a `NotImplementedError`": [
+            "test_first_order.py::test_a_gradient_penalty_is_an_error_or_right",
+            "test_first_order.py::test_forward_mode_is_an_error_or_right",
+        ],
+        "`torchrec.distributed.shard.shard` refuses the new names: call the sharder's `shard`": [
+            f"{D}test_parameters.py::test_a_collection_is_sharded_by_its_sharder"
+        ],
+    },
     ("planner", DENSE): {"TorchRec's": [f"{D}test_planner.py::test_dense_tables_keep_their_constraints"]},
     ("planner", TT): {
         "storage within 5 % of what CPU tensors take": [

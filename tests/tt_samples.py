@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowtt_torchrec import ops
@@ -114,6 +114,11 @@ def random_batch(layout: TTLayout, batch_size: int, longest: int = 4, seed: int 
         for table, of in zip(layout.feature_tables, lengths)
     ]
     return torch.cat(indices), offsets_of(lengths.flatten())
+
+
+def flat_grad(module: nn.Module) -> Tensor:
+    """The gradients of a module's cores, in the order of its flat weights."""
+    return torch.cat([core.grad.flatten() for core in module.parameters()])
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

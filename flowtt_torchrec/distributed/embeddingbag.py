@@ -18,12 +18,11 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingEnv2D,
 )
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.distributed.utils import append_prefix, optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flowtt_torchrec.cores import core_name
 from flowtt_torchrec.distributed.auto_compression import AutoCompression
 from flowtt_torchrec.distributed.checkpoint.names import ROWS, WEIGHT, check_saved, of_spec, saved_tables
 from flowtt_torchrec.distributed.column_shards import check_columns
@@ -51,8 +50,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """``ShardedEmbeddingBagCollection`` with TT tables beside dense ones.
 
     A TT table has no ``weight``; its cores are the parameters ``embedding_bags.<table>.tt_core<k>``, plain tensors on
-    the ranks that hold the table. Beside them the state dict has the number of rows, which the cores do not tell, as
-    ``tt_rows``. Fused optimizer state is ``<table>.tt_core<k>.momentum1``, for Adam ``exp_avg_sq`` and ``step`` too.
+    the ranks that hold the table. Beside them the buffer ``tt_rows`` is the number of rows, which the cores do not
+    tell. Fused optimizer state is ``<table>.tt_core<k>.momentum1``, for Adam ``exp_avg_sq`` and ``step`` too.
     No name depends on the placement. Made by `TTEmbeddingBagCollectionSharder`.
     """
 
@@ -132,11 +131,14 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if isinstance(kernel, TTSharedEmbeddingBag):
                 kernel.share(sync)
         super()._initialize_torch_state(skip_registering)
-        for name, cores in self.tt_cores().items():
-            for k, core in enumerate(cores):
-                self.embedding_bags[name].register_parameter(core_name(k), core)
-        if not skip_registering:
-            self._register_state_dict_hook(_add_rows)
+        tables = self._tt_tables()
+        for kernel in self._tt_kernels():
+            for name in kernel.cores:
+                # The kernel's own module, so that whatever is done to its parameters here is what lookups see.
+                table = kernel.emb_module.table(name)
+                self.embedding_bags[name] = table
+                rows = torch.tensor(tables[name].spec.num_embeddings, device=self._device)
+                table.register_buffer(ROWS, rows)
 
     def reset_parameters(self) -> None:
         """Draws all tables anew. A TT table's cores depend on its name and the sharder's seed only."""
@@ -157,7 +159,22 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         super()._apply(fn, recurse)
         for kernel in self._tt_kernels():
             kernel.relink()
+        self._fill_rows()
         return self
+
+    @torch.no_grad()
+    def _fill_rows(self) -> None:
+        tables = self._tt_tables()
+        for name in self.tt_cores():
+            rows = self.embedding_bags[name].get_buffer(ROWS)
+            if not rows.is_meta:  # to_empty gives it any number
+                rows.fill_(tables[name].spec.num_embeddings)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """As in TorchRec, and the buffers of TT tables: what DDP, which keeps replicas alike, must leave alone."""
+        yield from super().sharded_parameter_names(prefix)
+        for name in self.tt_cores():
+            yield append_prefix(prefix, f"embedding_bags.{name}.{ROWS}")
 
     @staticmethod
     def _pre_load_state_dict_hook(
@@ -176,14 +193,23 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     "cores with flowtt_torchrec.distributed.checkpoint.compress_state_dict first"
                 )
             keys = [key for key in state_dict if key.startswith(bag + "tt_core")]
-            rows = state_dict.pop(bag + ROWS, None)
+            rows = state_dict.get(bag + ROWS)
+            rows_saved = None if rows is None else int(rows)
+            if name in local:
+                # A checkpoint that was read into this very buffer is the saved number, and wrong if it is another.
+                buffer = self.embedding_bags[name].get_buffer(ROWS)
+                if not buffer.is_meta:
+                    buffer.fill_(table.spec.num_embeddings)
+                state_dict[bag + ROWS] = buffer
+            else:
+                state_dict.pop(bag + ROWS, None)
             if name in local and keys and local_metadata.get("assign_to_params_buffers", False):
                 raise ValueError(
                     f"table {name!r}: load_state_dict(assign=True) would part the cores from the memory that the "
                     "lookup reads; load without assign"
                 )
             for saved in saved_tables({key: state_dict[key].shape for key in keys}).values():
-                saved.rows = None if rows is None else int(rows)
+                saved.rows = rows_saved
                 check_saved(name, saved, of_spec(table.spec), "the state dict")
             if name not in local:
                 for key in keys:
@@ -201,15 +227,6 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(changed_sharding_params, env, device)
-
-
-def _add_rows(
-    module: ShardedTTEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """Has a state dict say how many rows the TT tables of this rank have."""
-    tables = module._tt_tables()
-    for name in module.tt_cores():
-        state_dict[f"{prefix}embedding_bags.{name}.{ROWS}"] = torch.tensor(tables[name].spec.num_embeddings)
 
 
 class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

@@ -1,7 +1,7 @@
 """Compute kernels: a group of TT tables as TorchRec's lookup drives it, one op call for all of them.
 
-A core is an ``nn.Parameter`` that is a view of the group's flat weight buffer. The sharded collection registers the
-same parameters as ``embedding_bags.<table>.tt_core<k>``; see `ShardedTTEmbeddingBagCollection`.
+The cores are the parameters of a `BatchedTTEmbeddingBags`, one module a table. The sharded collection has the very same
+modules as ``embedding_bags.<table>``; see `ShardedTTEmbeddingBagCollection`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import PoolingMode, data_type_to_dtype, pooling_type_to_pooling_mode
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from flowtt_torchrec import ops
 from flowtt_torchrec.cores import core_name, default_std, init_cores
 from flowtt_torchrec.distributed.dense_optimizers import watch_dense_optimizers
 from flowtt_torchrec.distributed.fused_params import (
@@ -32,7 +31,7 @@ from flowtt_torchrec.distributed.fused_params import (
 from flowtt_torchrec.distributed.tables import TTTables, name_tables
 from flowtt_torchrec.distributed.variable_batch import by_rank, even_offsets
 from flowtt_torchrec.embedding_bag import BatchedTTEmbeddingBags
-from flowtt_torchrec.layout import TTLayout
+from flowtt_torchrec.optimizers import OptimizerSpec
 from flowtt_torchrec.precision import compute_dtype
 
 
@@ -69,13 +68,29 @@ class TTKernel(BaseEmbedding):
         self._pooling = "mean" if mean else "sum"
         self._bounds_check_mode = bounds_check_mode(config.fused_params, self._named)
         self._output_dtype = output_dtype(config.fused_params, self._named)
+        self._emb_module = BatchedTTEmbeddingBags(
+            self._specs,
+            feature_table_map=self._feature_tables,
+            pooling=self._pooling,
+            optimizer=self._fused_optimizer_spec(),
+            bounds_check_mode=self._bounds_check_mode,
+            device=device,
+            dtype=self._dtype,
+            seed=self._tables.seed,
+            keep_forward_weights=self._tables.keep_forward_weights,
+        )
+        self._placed = self._emb_module.weights.device
+        default = all(self._tables[n].init_std == default_std(spec.num_embeddings) for n, spec in self._specs.items())
+        if not default:
+            self.reset_parameters()  # the module has drawn them with the default deviation
 
-    def _adopt(self, views: list[list[Tensor]]) -> None:
-        """Makes parameters of the views of the flat buffer."""
-        self._views = dict(zip(self._specs, views))
-        # A plain dict: nn.Module must not see the parameters of a kernel but through named_parameters.
-        self._cores = {name: [nn.Parameter(view) for view in cores] for name, cores in self._views.items()}
-        self._addresses = [view.data_ptr() for cores in views for view in cores]
+    def _fused_optimizer_spec(self) -> OptimizerSpec | None:
+        return None
+
+    @property
+    def emb_module(self) -> BatchedTTEmbeddingBags:
+        """The group's tables."""
+        return self._emb_module
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -84,16 +99,22 @@ class TTKernel(BaseEmbedding):
     @property
     def cores(self) -> dict[str, list[nn.Parameter]]:
         """The cores of each table."""
-        return self._cores
+        of_tables = ((name, self._emb_module.table(name)) for name in self._specs)
+        return {
+            name: [getattr(table, core_name(k)) for k in range(self._specs[name].num_cores)]
+            for name, table in of_tables
+        }
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws all cores anew; optimizer state is left alone, as in TorchRec."""
-        for name, views in self._views.items():
+        for name, cores in self._emb_module.split_weights().items():
+            if cores[0].is_meta:
+                return
             table = self._tables[name]
             drawn = init_cores(table.spec, name, table.init_std, seed=self._tables.seed, dtype=self._dtype)
-            for view, core in zip(views, drawn):
-                view.copy_(core)
+            for core, values in zip(cores, drawn):
+                core.copy_(values)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Pooled rows.
@@ -102,11 +123,6 @@ class TTKernel(BaseEmbedding):
             ``[batch_size, columns]``, the features' columns side by side. With a batch size per feature (VBE) all in
             one row, as TorchRec's kernels: for each rank, for each feature, its bags of that rank.
         """
-        if [core.data_ptr() for cores in self._cores.values() for core in cores] != self._addresses:
-            raise RuntimeError(
-                f"{self._named}: the cores have been given other memory (by deepcopy, or by assigning to .data), so "
-                "the lookup would not see them; copy into the parameters instead"
-            )
         weights = features.weights_or_none()
         # Feature processors pass positions as integer weights; TorchRec's kernels ignore those too.
         if weights is not None:
@@ -118,26 +134,22 @@ class TTKernel(BaseEmbedding):
         return by_rank(pooled, self._config.embedding_dims(), features.stride_per_key_per_rank())
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        return self._emb_module(indices, offsets, weights)
 
-    @torch.no_grad()
     def relink(self) -> None:
-        """Brings cores that ``nn.Module`` has given new memory on the same device back into the flat buffer.
+        """After ``nn.Module`` has done something to all cores.
 
         Raises:
             RuntimeError: if the cores have been moved or converted.
         """
-        for name, views in self._views.items():
-            for core, view in zip(self._cores[name], views):
-                if core.data_ptr() == view.data_ptr():
-                    continue
-                if core.device != view.device or core.dtype != view.dtype:
+        for name, cores in self.cores.items():
+            for core in cores:
+                if core.device != self._placed or core.dtype != self._dtype:
                     raise RuntimeError(
-                        f"table {name!r} is sharded on {view.device} as {view.dtype} and cannot be moved or converted "
-                        f"to {core.device}, {core.dtype}; shard the model anew"
+                        f"table {name!r} is sharded on {self._placed} as {self._dtype} and cannot be moved or "
+                        f"converted to {core.device}, {core.dtype}; shard the model anew"
                     )
-                view.copy_(core)
-                core.data = view
+        self._emb_module.relink()
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -148,7 +160,7 @@ class TTKernel(BaseEmbedding):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, cores in self._cores.items():
+        for name, cores in self.cores.items():
             for k, core in enumerate(cores):
                 yield append_prefix(prefix, f"{name}.{core_name(k)}"), core
 
@@ -169,7 +181,11 @@ class TTKernel(BaseEmbedding):
 
 
 class TTFusedEmbeddingBag(TTKernel, FusedOptimizerModule):
-    """TT tables of a model-parallel sharding type; the optimizer steps them inside backward."""
+    """TT tables of a model-parallel sharding type; the optimizer steps them inside backward.
+
+    Cores that require no gradient are not stepped. The output requires one all the same: backward then has the same
+    exchanges on all ranks, whoever holds what is frozen.
+    """
 
     def __init__(
         self,
@@ -179,30 +195,14 @@ class TTFusedEmbeddingBag(TTKernel, FusedOptimizerModule):
         sharding_type: ShardingType | None = None,
     ) -> None:
         super().__init__(config, pg, device, sharding_type)
-        self._emb_module = BatchedTTEmbeddingBags(
-            self._specs,
-            feature_table_map=self._feature_tables,
-            pooling=self._pooling,
-            optimizer=optimizer_spec(config.fused_params, self._named),
-            bounds_check_mode=self._bounds_check_mode,
-            device=device,
-            dtype=self._dtype,
-            seed=self._tables.seed,
-            keep_forward_weights=self._tables.keep_forward_weights,
-        )
-        self._adopt(list(self._emb_module.split_weights().values()))
-        for cores in self._cores.values():
+        self._optim = TTFusedOptimizer(self._emb_module, self.cores)
+        for cores in self.cores.values():
             for core in cores:
-                # what keeps in_backward_optimizer_filter from handing them to the dense optimizer
-                core._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
-        default = all(self._tables[n].init_std == default_std(spec.num_embeddings) for n, spec in self._specs.items())
-        if not default and not self._emb_module.weights.is_meta:
-            self.reset_parameters()  # the module has drawn them with the default deviation
-        self._optim = TTFusedOptimizer(self._emb_module, self._cores)
+                # also what keeps in_backward_optimizer_filter from handing them to the dense optimizer
+                core._in_backward_optimizers = [self._optim]  # type: ignore[attr-defined]
 
-    @property
-    def emb_module(self) -> BatchedTTEmbeddingBags:
-        return self._emb_module
+    def _fused_optimizer_spec(self) -> OptimizerSpec:
+        return optimizer_spec(self._config.fused_params, self._named)
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -210,7 +210,15 @@ class TTFusedEmbeddingBag(TTKernel, FusedOptimizerModule):
 
     def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         self._emb_module.set_learning_rate(self._optim.learning_rate)
+        output = self._lookup_to_step(indices, offsets, weights)
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    def _lookup_to_step(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         return self._emb_module(indices, offsets, weights)
+
+    def relink(self) -> None:
+        super().relink()
+        self._optim.show(self._emb_module, self.cores)
 
 
 class TTDenseEmbeddingBag(TTKernel):
@@ -224,43 +232,12 @@ class TTDenseEmbeddingBag(TTKernel):
         sharding_type: ShardingType | None = None,
     ) -> None:
         super().__init__(config, pg, device, sharding_type)
-        self._layout = TTLayout(list(self._specs.values()), list(self._specs), self._feature_tables)
-        self._weights = torch.empty(self._layout.num_parameters, device=device, dtype=self._dtype)
-        self._adopt(self._layout.core_views(self._weights))
-        watch_dense_optimizers(self._cores)
-        if not self._weights.is_meta:
-            self.reset_parameters()
+        watch_dense_optimizers(self.cores)
 
     @property
     def weights(self) -> Tensor:
         """The flat buffer that the cores are views of."""
-        return self._weights
-
-    def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        cores = [core for cores in self._cores.values() for core in cores]
-        return ops.lookup(
-            _FlatWeights.apply(self._weights, self._layout, *cores),
-            self._layout,
-            indices,
-            offsets,
-            per_sample_weights=weights,
-            pooling=self._pooling,
-            bounds_check_mode=self._bounds_check_mode,
-        )
-
-
-class _FlatWeights(torch.autograd.Function):
-    """The flat buffer as a function of the cores that are views of it: nothing is copied, its gradient is split."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, layout: TTLayout, *cores: Tensor) -> Tensor:
-        ctx.layout = layout
-        return weights.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        views = ctx.layout.core_views(grad.contiguous())
-        return None, None, *(view for cores in views for view in cores)
+        return self._emb_module.weights
 
 
 class TTFusedOptimizer(FusedOptimizer):
@@ -278,16 +255,20 @@ class TTFusedOptimizer(FusedOptimizer):
     """
 
     def __init__(self, bags: BatchedTTEmbeddingBags, cores: dict[str, list[nn.Parameter]]) -> None:
-        params: dict[str, Tensor] = {}
-        state: dict[Tensor, dict[str, Tensor]] = {}
+        params: dict[str, Tensor] = {
+            f"{name}.{core_name(k)}": core for name, of_table in cores.items() for k, core in enumerate(of_table)
+        }
+        assert bags.optimizer is not None
+        super().__init__(params, {}, [{"params": list(params.values()), "lr": bags.optimizer.learning_rate}])
+        self.show(bags, cores)
+
+    def show(self, bags: BatchedTTEmbeddingBags, cores: dict[str, list[nn.Parameter]]) -> None:
+        """Has the state be that of the tables, whose memory may have changed."""
         for name, states in bags.split_optimizer_state().items():
             for k, (core, core_state) in enumerate(zip(cores[name], states)):
-                key = f"{name}.{core_name(k)}"
-                params[key] = core
                 if core_state:  # an empty entry could not be loaded on another rank than it was saved on
-                    state[core] = {f"{key}.{state_name}": tensor for state_name, tensor in core_state.items()}
-        assert bags.optimizer is not None
-        super().__init__(params, state, [{"params": list(params.values()), "lr": bags.optimizer.learning_rate}])
+                    key = f"{name}.{core_name(k)}"
+                    self.state[core] = {f"{key}.{state_name}": tensor for state_name, tensor in core_state.items()}
 
     @property
     def learning_rate(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,14 @@ from torch.autograd import Variable
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
-from flowtt_torchrec.deferred import deferred_lookup
+from flowtt_torchrec import ops
+from flowtt_torchrec.deferred import deferred_lookup, in_backward
 from flowtt_torchrec.distributed.column_shards import ColumnShard, ColumnShards
 from flowtt_torchrec.distributed.kernel import TTFusedEmbeddingBag
 from flowtt_torchrec.distributed.row_shards import RowShards
 from flowtt_torchrec.distributed.sharding_types import DATA_PARALLEL, ROW_TYPES
 from flowtt_torchrec.distributed.tables import name_tables
-from flowtt_torchrec.optimizers import touched_slices
+from flowtt_torchrec.optimizers import leave_out, touched_slices
 
 
 class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
@@ -52,79 +53,108 @@ class TTSharedEmbeddingBag(TTFusedEmbeddingBag):
         row_wise = sharding_type is not None and sharding_type.value in ROW_TYPES
         self._row_shards = RowShards(config.embedding_tables, device) if row_wise else None
         self._sync: CoreGradientSync | None = None
-        self._grad: Tensor | None = None
-        self._touched: Tensor | None = None
+        self._trained = torch.empty(0, device="cpu", requires_grad=True)
+        self._lookups = 0  # of those that can go backward: the same number on all ranks
+        self._left: dict[int, _Gradient] = {}  # by lookup
 
     def share(self, sync: CoreGradientSync) -> None:
         """Tells who sums the gradients; once, before the first backward."""
         self._sync = sync
 
-    def _lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def _lookup_to_step(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         bags = self._emb_module
-        bags.set_learning_rate(self._optim.learning_rate)
         layout = bags.layout if self._columns is None else self._columns.layout
         if self._row_shards is not None:
             indices = self._row_shards.row_numbers(indices, offsets)
+        cores = bags.current_cores()
+        trained = [torch.is_grad_enabled() and core.requires_grad for core in cores]
+        flat = bags.flat_to_step(cores)
+        if flat is None:
+            if any(trained):
+                raise NotImplementedError(
+                    f"{self._named}: tensors that were put in the place of parameters get no gradient where ranks "
+                    "share a table; place it table_wise, or look up without gradients"
+                )
+            flat = bags.weights
+        if self._columns is not None:
+            flat = self._columns.gather(flat)
+        elif self._tables.keep_forward_weights:
+            flat = flat.clone()
+        options: dict[str, Any] = {
+            "per_sample_weights": weights,
+            "pooling": self._pooling,
+            "bounds_check_mode": self._bounds_check_mode,
+        }
+        if not any(trained):
+            return ops.lookup(flat, layout, indices, offsets, **options)
+        if not in_backward():  # where a checkpointed forward is made again
+            self._left.clear()  # by a backward that failed before its end
+        self._lookups += 1
+        number = self._lookups
         assert bags.optimizer is not None
         return deferred_lookup(
-            bags.weights,
+            self._trained,
             layout,
             indices,
             offsets,
-            read=self._lookup_weights,
-            leave=self._leave,
+            read=lambda: flat,
+            leave=lambda grad, row_keys: self._leave(number, trained, grad, row_keys),
             with_row_keys=bags.optimizer.needs_touched,
-            per_sample_weights=weights,
-            pooling=self._pooling,
-            bounds_check_mode=self._bounds_check_mode,
+            **options,
         )
 
-    def _lookup_weights(self) -> Tensor:
-        weights = self._emb_module.weights.detach()
-        if self._columns is not None:
-            return self._columns.gather(weights)
-        return weights.clone() if self._tables.keep_forward_weights else weights
-
     @torch.no_grad()
-    def _leave(self, grad: Tensor, row_keys: Tensor | None) -> None:
-        """Adds to the pending gradient; a model may look up several times before it goes backward."""
+    def _leave(self, number: int, trained: Sequence[bool], grad: Tensor, row_keys: Tensor | None) -> None:
+        """Keeps the gradient of a lookup. A model may look up several times before it goes backward."""
         whole = self._emb_module.layout
-        if self._grad is None:
-            self._grad = torch.zeros_like(self._emb_module.weights, dtype=grad.dtype)
-        if self._columns is None:
-            self._grad.add_(grad)
-        else:
-            self._columns.scatter_add(grad, self._grad)
-        if row_keys is not None:
-            if self._touched is None:
-                self._touched = torch.zeros(whole.num_slices, dtype=torch.bool, device=grad.device)
-            if self._columns is None:
-                self._touched |= touched_slices(whole, row_keys)
-            else:
-                self._columns.scatter_touched(touched_slices(self._columns.layout, row_keys), self._touched)
+        touched = None
+        if self._columns is not None:
+            of_columns, grad = grad, grad.new_zeros(whole.num_parameters)
+            self._columns.scatter_add(of_columns, grad)
+        if row_keys is not None and self._columns is None:
+            touched = touched_slices(whole, row_keys)
+        elif row_keys is not None and self._columns is not None:
+            touched = torch.zeros(whole.num_slices, dtype=torch.bool, device=grad.device)
+            self._columns.scatter_touched(touched_slices(self._columns.layout, row_keys), touched)
+        leave_out(whole, trained, grad, touched)
+        self._left[number] = _Gradient(grad, touched)
         if self._sync is None:
             raise RuntimeError(f"{self._named}: these tables are shared by ranks, but nothing sums their gradients")
         self._sync.schedule(self)
 
+    def _in_order(self) -> list[_Gradient]:
+        """What waits, the last lookup first: the order of backward, and the same on all ranks."""
+        return [self._left[number] for number in sorted(self._left, reverse=True)]
+
     def pending(self) -> Sequence[SharedTable]:
-        if self._grad is None:
-            return []
         layout = self._emb_module.layout
-        grads = self._grad.split([spec.num_parameters for spec in layout.specs])
-        touched: Sequence[Tensor | None] = [None] * layout.num_tables
-        if self._touched is not None:
-            touched = self._touched.split([spec.num_slices for spec in layout.specs])
-        return [SharedTable(*of_table) for of_table in zip(layout.names, grads, touched)]
+        tables = []
+        for left in self._in_order():
+            grads = left.grad.split([spec.num_parameters for spec in layout.specs])
+            touched: Sequence[Tensor | None] = [None] * layout.num_tables
+            if left.touched is not None:
+                touched = left.touched.split([spec.num_slices for spec in layout.specs])
+            tables += [SharedTable(*of_table) for of_table in zip(layout.names, grads, touched)]
+        return tables
 
     def step(self) -> None:
-        if self._grad is not None:
-            self._emb_module.apply_gradient(self._grad, self._touched)
-            self._grad = self._touched = None
+        left = self._in_order()
+        self._left.clear()
+        for gradient in left:
+            self._emb_module.apply_gradient(gradient.grad, gradient.touched)
+
+
+@dataclass
+class _Gradient:
+    """Of all cores of a kernel, from one lookup."""
+
+    grad: Tensor
+    touched: Tensor | None
 
 
 @dataclass
 class SharedTable:
-    """A table's part of the pending gradient of one kernel."""
+    """A table's part of a pending gradient of one kernel."""
 
     name: str
     grad: Tensor
@@ -138,7 +168,7 @@ class SharedKernel(Protocol):
         """Views of what backward has left, to be summed in place; empty if nothing."""
 
     def step(self) -> None:
-        """Steps the optimizer with it."""
+        """Steps the optimizer with it, once for every lookup."""
 
 
 class CoreGradientSync:

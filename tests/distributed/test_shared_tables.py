@@ -75,22 +75,29 @@ ROWS = Table("rows", 90, 16, ("f0",), "rw", TTSpec(90, 16, (5, 5, 4), (2, 4, 2),
 COLUMNS = Table("columns", 90, 16, ("f1",), (0, 1), TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5)))
 
 
+TABLE = Table("table", 90, 16, ("f2",), 1, TTSpec(90, 16, (5, 5, 4), (2, 4, 2), (3, 5)))
+
+
 def two_lookups_one_backward(rank: int, world_size: int) -> None:
-    """The step is made once, from the sum of the gradients of both lookups."""
-    tables = [ROWS, COLUMNS]
-    model = shard(tables, world_size, (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}))
-    reference = Reference(tables, full_state(model, tables), model.module.over)
+    """Wherever a table is, each lookup's backward is a step, the last lookup's first, at the weights of both."""
+    tables = [ROWS, COLUMNS, TABLE]
+    model = shard(tables, world_size, (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}), keep_forward_weights=True)
     batches = [[make_batch(tables, 4, 10 * i + r) for r in range(world_size)] for i in range(2)]
+    before = full_state(model, tables)
+    at_forward, expected = (Reference(tables, before, model.module.over) for _ in range(2))
     losses = []
     for of_ranks in batches:
         features, targets = of_ranks[rank]
         losses.append((model(features)[0] - targets).square().mean())
-    before = full_state(model, tables)
     (losses[0] + losses[1]).backward()
-    (reference.loss(batches[0]) + reference.loss(batches[1])).backward()
-    reference.fused_step([*batches[0], *batches[1]], "adagrad", 0.1, 1e-3, 0.0)
+    names = list(expected.parameters)
+    for of_ranks in reversed(batches):
+        grads = torch.autograd.grad(at_forward.loss(of_ranks), [at_forward.parameters[name] for name in names])
+        for name, grad in zip(names, grads):
+            expected.parameters[name].grad = grad
+        expected.fused_step(of_ranks, "adagrad", 0.1, 1e-3, 0.0)
     after = full_state(model, tables)
-    for name, value in reference.state().items():
+    for name, value in expected.state().items():
         assert not torch.equal(after[name], before[name])
         torch.testing.assert_close(after[name], value, atol=1e-5, rtol=0)
 

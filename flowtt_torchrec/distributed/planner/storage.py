@@ -208,16 +208,17 @@ def _step_bytes(
     # The gradient of the rows that is computed with: without an exchange that which the model gives.
     own_gradient = 0 if data_parallel or work.world_size == 1 else pooled
     share = _share_of_cores(sharding_type, work)
-    whole = number * spec.num_parameters * share if shared else 0
+    whole = number * spec.num_parameters * share if column_wise else 0
     # When cores are stepped backward is over for tables that ranks share, and else it is not.
     in_backward = 0 if shared else kept + own_gradient
-    update = _update_bytes(spec, optimizer, element_size, share, shared) if shared or keep else 0
+    summed = shared and work.world_size > 1
+    update = _update_bytes(spec, optimizer, element_size, share, summed) if shared or keep else 0
     moments = {
         "the plan is made": kept - copied + sorting,
         "rows are computed": kept + pooled + rows,
         # what the model got and gives back, a copy of that cut for each rank, and what comes of it
         "gradients of rows travel": kept + 2 * received + 2 * own_gradient,
-        # for tables that ranks share beside what is pending
+        # for columns beside that of the whole table, which waits for the other ranks'
         "cores get gradients": kept + 2 * received + own_gradient + rows + sums + whole,
         "cores are updated": in_backward + 2 * received + update if update else 0,
     }
