@@ -196,7 +196,11 @@ class BatchedTTEmbeddingBags(FlatCores):
             RuntimeError: for parameters of several types or devices.
         """
         flat = self._flat_behind(cores)
-        if flat is None and not torch.compiler.is_compiling() and all(type(core) is nn.Parameter for core in cores):
+        if flat is None and not torch.compiler.is_exporting() and all(isinstance(c, nn.Parameter) for c in cores):
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "the cores are other parameters than before: call relink() first, or the module itself"
+                )
             self.relink()
             flat = self._flat_behind(cores)
             if flat is None:

@@ -37,6 +37,7 @@ class FlatCores(nn.Module):
         self.layout = layout
         self._materialised: MaterialisedRows | None = None
         self._names = [[core_name(k) for k in range(spec.num_cores)] for spec in layout.specs]
+        self._linked: tuple[Tensor, ...]
         self._base: int
         self._forget()
         self.register_load_state_dict_post_hook(_relink)
@@ -111,7 +112,12 @@ class FlatCores(nn.Module):
         if torch.compiler.is_compiling():
             return [getattr(holder, name) for holder, names in places for name in names]
         try:
-            return [of[name] for holder, names in places for of in (holder._parameters,) for name in names]  # type: ignore[misc]
+            return [
+                of[name]  # type: ignore[misc]
+                for holder, names in places
+                for of in (holder._parameters,)
+                for name in names
+            ]
         except KeyError:  # a parametrisation has made an attribute of it
             return [getattr(holder, name) for holder, names in zip(self._holders(), self._names) for name in names]
 
@@ -121,7 +127,7 @@ class FlatCores(nn.Module):
             # No addresses in a graph. What changes them has brought the parameters together again; see `relink`.
             same = not torch.compiler.is_exporting() and all(a is b for a, b in zip(cores, self._linked))
             return self._flat if same and len(self._linked) == len(cores) else None
-        if set(map(type, cores)) != {nn.Parameter}:
+        if set(map(type, cores)) != {nn.Parameter}:  # a tensor in its place, a shard
             return None
         flat = self._flat
         if flat is not None:
@@ -132,6 +138,7 @@ class FlatCores(nn.Module):
                 sizes = [size * flat.element_size() for spec in self.layout.specs for size in spec.core_sizes]
                 self._addresses = list(accumulate(sizes[:-1], initial=self._base))
             if list(map(Tensor.data_ptr, cores)) == self._addresses:
+                self._linked = tuple(cores)
                 return flat
         flat = side_by_side(cores)
         self._remember(flat, cores)  # without one this frees memory that a wrapper has replaced
