@@ -120,7 +120,7 @@ def load(
         storage_reader.reset(checkpoint_id)
     stored = read_metadata(storage_reader).state_dict_metadata
     leaves = list(_leaves(state_dict))
-    tables = _of_all_ranks(_asked_for(leaves), process_group)
+    tables = _merge_over_ranks(_asked_for(leaves), process_group)
     saved = saved_tables({name: value.size for name, value in stored.items() if hasattr(value, "size")})
     missing = _missing(tables, stored, allow_missing)
     grown = _check_tables(tables, saved, stored, storage_reader, process_group)
@@ -132,7 +132,7 @@ def load(
     request: dict[str, Any] = {}
     in_place: set[str] = set()
     steps: list[tuple[Tensor, str]] = []
-    left: set[str] = set()
+    without_state: set[str] = set()
     for leaf in leaves:
         parts = split_parameter(leaf.name)
         if parts is not None and (parts[2] == ROWS or parts[0] in dense):
@@ -146,12 +146,12 @@ def load(
         _check_not_adams(leaf, stored)
         if leaf.name not in stored and len(leaf.path) > 1:
             leaf.read_as = _other_name(leaf)
-            source = _a_step_like(leaf, stored)
+            source = _substitute_step(leaf, stored)
             if source is not None:
                 steps.append((value, source))
                 continue
             if name_of(leaf.read_as) not in stored and table is not None and (allow_missing_state or table in new):
-                left.add(table)
+                without_state.add(table)
                 continue
             if _seeds_rounding_only(leaf, stored):
                 continue
@@ -162,8 +162,10 @@ def load(
             in_place.add(name_of(leaf.read_as))
     if missing:
         logger.warning("the checkpoint has no %s, which stays as it is", name_tables(sorted(missing)))
-    if left:
-        logger.warning("the checkpoint has no optimizer state for %s, which stays as it is", name_tables(sorted(left)))
+    if without_state:
+        logger.warning(
+            "the checkpoint has no optimizer state for %s, which stays as it is", name_tables(sorted(without_state))
+        )
     for value, source in steps:
         request.setdefault(source, torch.empty_like(value))
     dcp.load(request, storage_reader=storage_reader, planner=SafeLoadPlanner(), process_group=process_group)
@@ -187,7 +189,7 @@ def _asked_for(leaves: list[_Leaf]) -> _Tables:
     return asked
 
 
-def _of_all_ranks(mine: _Tables, process_group: dist.ProcessGroup | None) -> _Tables:
+def _merge_over_ranks(mine: _Tables, process_group: dist.ProcessGroup | None) -> _Tables:
     if not (dist.is_available() and dist.is_initialized()):
         return mine
     every: list[Any] = [None] * dist.get_world_size(process_group)
@@ -338,7 +340,7 @@ def _check_not_adams(leaf: _Leaf, stored: Mapping[str, Any]) -> None:
         )
 
 
-def _a_step_like(leaf: _Leaf, stored: Mapping[str, Any]) -> str | None:
+def _substitute_step(leaf: _Leaf, stored: Mapping[str, Any]) -> str | None:
     """The number of steps of another parameter, where the checkpoint has this one's state but not its number."""
     prefix, own = _fused_prefix(leaf.path), name_of(leaf.path[:-1]) + "."
     if prefix is None or leaf.path[-1] not in (STEP, prefix + STEP) or name_of(leaf.read_as) in stored:
