@@ -186,6 +186,8 @@ TABLES: dict[str, Callable[[Table, int], nn.Module]] = {
     "tt3_hot": _hot(_tt(num_cores=3)),
     "tt2_ordered": _ordered(_tt(num_cores=2)),
     "tt3_ordered": _ordered(_tt(num_cores=3)),
+    "tt2_rowwise": _tt(num_cores=2, optimizer="rowwise_adagrad"),
+    "tt2_std3": _tt(num_cores=2, std_scale=3.0),
     "tt3_rowwise": _tt(num_cores=3, optimizer="rowwise_adagrad"),
     "tt3_adam": _tt(num_cores=3, optimizer="adam"),
     "tt3_eps": _tt(num_cores=3, eps=1e-3),
@@ -204,7 +206,6 @@ TENSOR_TRAINS = (
     *("tt2", "tt3", "tt4", "tt_memory", "tt_flow", "tt2_narrow1", "tt3_narrow1", "tt2_hot", "tt3_hot"),
     *("tt2_ordered", "tt3_ordered", "qr_ordered"),
 )
-VARIANTS = ("tt3_narrow2", "tt3_rowwise", "tt3_adam", "tt3_eps", "tt3_std3", "tt3_std_third", "tt3_orthogonal")
 
 
 def num_weights(module: nn.Module) -> int:

@@ -28,6 +28,7 @@ from flowtt_torchrec.datasets.planted import score
 from flowtt_torchrec.datasets.synthetic import SyntheticCriteo
 
 ORDERS = ("frequency", "random")
+TRUSTED = 10
 INSTALL = "pip install --no-deps -r requirements/quality.txt"
 
 Ids = NDArray[np.int64]
@@ -106,7 +107,8 @@ class Dataset:
         sizes: ids of each column.
         compressed: columns that contenders compress.
         counts: how often each id of each column is in the training part, ``[size]`` a column.
-        label_rates: of each id of each column, mean label in the training part, drawn to that of all by ten rows.
+        label_rates: of each id of each column, mean label in the training part, drawn to that of all by `TRUSTED` rows;
+            ids of fewer rows have that of all, since their own rate would say what the labels of these rows are.
         best_ne: normalised entropy of the true probabilities on the test part, where they are known.
     """
 
@@ -144,7 +146,8 @@ def split(rows: Rows, order: str, seed: int) -> Dataset:
         ids[:, column] = number[rows.ids[:, column]]
         clicks = np.bincount(rows.ids[train, column], weights=rows.labels[train], minlength=size)
         counts.append(torch.from_numpy(count[by_place]))
-        rates.append(torch.from_numpy(((clicks + 10 * mean) / (count + 10))[by_place]))
+        rate = np.where(count >= TRUSTED, (clicks + TRUSTED * mean) / (count + TRUSTED), mean)
+        rates.append(torch.from_numpy(rate[by_place]))
 
     def part(some: NDArray[np.int64]) -> Part:
         return Part(*(torch.from_numpy(array[some]) for array in (ids, rows.dense, rows.labels)))
