@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.quality.tables import (
+    Buckets,
     DeepHash,
     DoesNotFitError,
     HashEmbedding,
@@ -171,6 +172,7 @@ TABLES: dict[str, Callable[[Table, int], nn.Module]] = {
     "qr_multiply": QuotientRemainder,
     "qr_concat": partial(QuotientRemainder, concatenate=True),
     "qr_ordered": _ordered(QuotientRemainder),
+    "buckets_ordered": _ordered(Buckets),
     "narrow": Narrow,
     "mixed_dimensions": MixedDimensions,
     "dhe": DeepHash,
@@ -204,7 +206,7 @@ BASELINES = (
 )
 TENSOR_TRAINS = (
     *("tt2", "tt3", "tt4", "tt_memory", "tt_flow", "tt2_narrow1", "tt3_narrow1", "tt2_hot", "tt3_hot"),
-    *("tt2_ordered", "tt3_ordered", "qr_ordered"),
+    *("tt2_ordered", "tt3_ordered", "qr_ordered", "buckets_ordered"),
 )
 
 

@@ -103,6 +103,18 @@ class Hashing(nn.Module):
         return self.rows(self.hash(ids))
 
 
+class Buckets(nn.Module):
+    """Neighbours share a row: what an order of ids is worth by itself, the control of contenders that are ordered."""
+
+    def __init__(self, table: Table, budget: int) -> None:
+        super().__init__()
+        self.num_ids = table.rows
+        self.rows = embedding(min(table.rows, _at_least_one(budget // table.dim)), table.dim, default_std(table.rows))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids * self.rows.num_embeddings // self.num_ids)
+
+
 class HashEmbedding(nn.Module):
     """The sum of two hashed rows with weights of the id (Svenstrup et al., NeurIPS 2017, eq. 1).
 

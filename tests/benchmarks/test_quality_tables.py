@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.quality.contenders import CONTENDERS, TABLES, fit_spec, num_weights
 from benchmarks.quality.tables import (
+    Buckets,
     DeepHash,
     DoesNotFitError,
     HashEmbedding,
@@ -136,6 +137,12 @@ def test_hot_rows_are_the_most_frequent_ones() -> None:
     torch.testing.assert_close(rows[hot], module.hot.weight.detach())
     cold = torch.ones(ROWS, dtype=torch.bool).index_fill(0, hot, False)
     assert torch.equal(rows[cold], rest[cold])
+
+
+def test_neighbours_share_a_bucket() -> None:
+    rows = made_of(Buckets(table(), 20 * DIM))
+    assert torch.equal(rows[0], rows[14])
+    assert len(torch.unique(rows, dim=0)) == 20
 
 
 def test_an_ordered_table_has_neighbours_of_like_labels() -> None:
