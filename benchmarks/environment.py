@@ -64,7 +64,7 @@ def command_line() -> list[str]:
     """The command as a user would type it, ``python -m benchmarks.…`` included."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    start = ["python", "-m", spec.name] if spec is not None else ["python", sys.argv[0]]
+    start = ["python", "-m", spec.name.removesuffix(".__main__")] if spec is not None else ["python", sys.argv[0]]
     return [*start, *sys.argv[1:]]
 
 
