@@ -108,7 +108,7 @@ def test_resident_memory_stays_flat_over_batches_of_different_sizes():
 @pytest.mark.slow
 @reads_proc
 def test_resident_memory_stays_flat_over_20_000_steps():
-    check_that_memory_stays_flat(20_000, TTSpec(1_000_000, 32, (1000, 1000), (4, 8), (16,)))
+    check_that_memory_stays_flat(20_000, TTSpec(1_000_000, 64, (1000, 1000), (8, 8), (2,)))
 
 
 @reads_proc
