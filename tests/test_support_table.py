@@ -223,6 +223,14 @@ CLAIMS: dict[tuple[str, str], dict[str, list[str]]] = {
             "test_materialised.py::test_never_stale_after_a_fused_step",
         ],
     },
+    ("scratch memory", DENSE): {"TorchRec's": []},
+    ("scratch memory", TT): {
+        "CPU ops keep what their last calls needed, and give back what these did not": [
+            "test_memory.py::test_resident_memory_stays_flat_over_batches_of_different_sizes",
+            "test_memory.py::test_memory_of_a_large_batch_is_kept_for_the_next_and_given_back_over_small_ones",
+        ],
+        "`flowtt_torchrec.release_memory()` gives all back": ["test_memory.py::test_memory_is_released_on_demand"],
+    },
     ("live resharding, quantised inference", DENSE): {
         "TorchRec's": [f"{D}test_sharder_errors.py::test_live_resharding_is_refused"]
     },
