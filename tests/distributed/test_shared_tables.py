@@ -102,8 +102,10 @@ def two_lookups_one_backward(rank: int, world_size: int) -> None:
         torch.testing.assert_close(after[name], value, atol=1e-5, rtol=0)
 
 
-def test_several_lookups_before_one_backward(two_ranks: Ranks) -> None:
+def test_several_lookups_before_one_backward(one_rank: Callable[..., Any], two_ranks: Ranks, four_ranks: Ranks) -> None:
+    one_rank(two_lookups_one_backward)
     two_ranks.run(two_lookups_one_backward)
+    four_ranks.run(two_lookups_one_backward)
 
 
 def empty_and_int32(rank: int, world_size: int) -> None:
