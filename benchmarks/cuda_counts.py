@@ -97,7 +97,7 @@ class Pass(NamedTuple):
 
 
 def count(work: Workload, direction: str) -> Pass:
-    """Counts one forward or backward pass; the plan is not counted.
+    """Counts one forward or backward pass, as training makes it; its plan, and checks of a caller's, are not counted.
 
     Args:
         work: what is looked up.
@@ -112,15 +112,16 @@ def count(work: Workload, direction: str) -> Pass:
         ctypes.c_uint64(weights.nbytes), (ctypes.c_uint64 * len(cores))(*cores), len(cores)
     )
     weights.requires_grad_()
+    forward = ops.BACKENDS[emulated.BACKEND].pooled_forward
     with ops.use_backend(emulated.BACKEND):
         plan = ops.flow_plan(work.layout, work.indices, work.offsets)
         if direction == "backward":
-            output = ops.pooled_lookup(weights, work.layout, work.offsets, plan)
+            output = forward(weights, work.layout, work.offsets, plan)
         for name in MULTIPLY_ADDS:
             emulator.cuda_emulation_take_count(name.encode())
         emulator.cuda_emulation_profile(True)
         if direction == "forward":
-            ops.pooled_lookup(weights, work.layout, work.offsets, plan)
+            forward(weights, work.layout, work.offsets, plan)
         else:
             output.sum().backward()
         emulator.cuda_emulation_profile(False)
