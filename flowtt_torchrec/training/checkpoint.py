@@ -41,7 +41,7 @@ class Checkpoints:
 
     Args:
         directory: where they are; made when the first is written.
-        keep: how many to keep, the latest ones.
+        keep: how many to keep, the latest ones; one that `save` is told to spare does not count.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
@@ -58,13 +58,14 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any], spare: int | None = None) -> Path:
         """Writes a checkpoint. All ranks call it together.
 
         Args:
             step: names the checkpoint.
             tensors: nested dictionary of this rank's tensors, as `torch.distributed.checkpoint.save` takes it.
             state: what else is to be known, the same on all ranks; must go into JSON.
+            spare: step of a checkpoint that is kept, however old.
 
         Raises:
             CheckpointError: a rank could not write. The checkpoints before it are untouched.
@@ -86,7 +87,7 @@ class Checkpoints:
                     _remove(final)
                 os.rename(unfinished, final)
                 sync_directory(self.directory)
-                for old in self.steps()[: -self.keep]:
+                for old in [other for other in self.steps() if other != spare][: -self.keep]:
                     _remove(self.path(old))
             dist.barrier()
         except (OSError, CheckpointException) as error:

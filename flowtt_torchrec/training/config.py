@@ -214,6 +214,10 @@ class TrainingConfig:
     limit_val_batches: int | None = None
     validation_freq_within_epoch: int | None = None
     """Evaluate every that many steps, besides the end of each epoch."""
+    patience: int | None = None
+    """Stop after that many evaluations in a row without a better (lower) NE; by default train all epochs."""
+    target_auroc: float | None = None
+    """Stop when an evaluation has this AUROC, like MLPerf's 0.8025 (DLRM) and 0.80275 (DCNv2)."""
     seed: int = 0
     device: Literal["cpu", "cuda"] | None = None
     """By default FLOWTT_DEVICE, else cuda if there is a GPU."""
@@ -233,8 +237,11 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "test_batch_size", "limit_train_batches", "limit_val_batches")
         _at_least(self, 1, "validation_freq_within_epoch", "threads", "log_every", "epochs", "prefetch_batches")
+        _at_least(self, 1, "patience")
         _at_least(self, 0, "profile_steps")
-        _positive(self, "start_timeout")
+        _positive(self, "start_timeout", "target_auroc")
+        if self.target_auroc is not None and self.target_auroc > 1:
+            raise InvalidField("target_auroc", f"must be at most 1, not {self.target_auroc}")
 
 
 @dataclass
@@ -267,8 +274,10 @@ class CheckpointConfig:
 
     directory: str | None = None
     every: int | None = None
-    """Steps between checkpoints; by default at the end of each epoch only."""
+    """Steps between checkpoints; by default at the end of each epoch. Within an epoch, an evaluation that is the best so
+    far or the last writes one as well."""
     keep: int = 2
+    """The latest that many are kept, and besides them the one of the best NE."""
     overwrite: bool = False
     """A fresh run removes the checkpoints of an earlier one instead of refusing to start beside them."""
     accept_other_data: bool = False

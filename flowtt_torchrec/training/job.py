@@ -196,7 +196,7 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
     trainer.run()
     close_log()
 
-    report = build_report(config, runtime, planned, trainer, train_data.notes)
+    report = build_report(config, runtime, planned, trainer, train_data.notes, checkpoints)
     if not runtime.is_main:
         return
     console.say()

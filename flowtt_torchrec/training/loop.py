@@ -18,6 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from flowtt_torchrec import ops
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.datasets.prefetch import Prefetcher
+from flowtt_torchrec.training.best import best_evaluation, reason_to_stop
 from flowtt_torchrec.training.config import CheckpointConfig, TrainingConfig
 from flowtt_torchrec.training.console import Console, show, show_scores
 from flowtt_torchrec.training.divergence import FirstNonFiniteLoss, non_finite_tensor
@@ -25,7 +26,7 @@ from flowtt_torchrec.training.errors import DivergenceError, UserError
 from flowtt_torchrec.training.metrics import ClickMetrics, Scores
 from flowtt_torchrec.training.model import LearningRate
 from flowtt_torchrec.training.profiler import StepProfiler
-from flowtt_torchrec.training.runtime import Runtime
+from flowtt_torchrec.training.runtime import Runtime, decide_on_main
 
 _WINDOW_SAMPLES = 131_072  # of one rank, for the AUROC of a progress line
 
@@ -104,6 +105,7 @@ class Trainer:
         self._saved: tuple[int, Path] | None = None
         self._non_finite_loss = FirstNonFiniteLoss(runtime.device)
         self._diverged = False
+        self.stopped: str | None = None  # why, if before the last epoch
         self.profiler = StepProfiler(config.profile_steps if runtime.is_main else 0, cuda=runtime.device.type == "cuda")
         self.position = Position()
         self.history = History()
@@ -121,17 +123,28 @@ class Trainer:
         self._saved = position.step, path
 
     def run(self) -> None:
-        """Trains all epochs, evaluating after each."""
-        while self.position.epoch < self._config.epochs:
+        """Trains all epochs, or until the evaluations say that it is enough, evaluating after each."""
+        self._decide_to_stop()  # a run that continues may have been told before
+        while self.stopped is None:
             if not self.position.epoch_finished:
                 self._train_epoch()
+                if self.stopped is not None:
+                    break
                 self.position.epoch_finished = True
                 self._checkpoint()
             self._evaluate()
             if self.position.epoch + 1 == self._config.epochs:
-                ops.synchronize()
                 break
-            self.position = Position(self.position.step, self.position.epoch + 1)
+            self._decide_to_stop()
+            if self.stopped is None:
+                self.position = Position(self.position.step, self.position.epoch + 1)
+        if self.stopped is not None:
+            self._console.say(f"training stops: {self.stopped}")
+        ops.synchronize()
+
+    def _decide_to_stop(self) -> None:
+        # Rank 0 decides for all: sums on GPUs may differ in their last bits, and all must stop at the same step.
+        self.stopped = decide_on_main(self._runtime, lambda: reason_to_stop(self._config, self.history.evaluation))
 
     def _train_epoch(self) -> None:
         rows, drop_last = self.position.rows, self._config.drop_last_training_batch
@@ -145,10 +158,14 @@ class Trainer:
             # The pipeline runs dry at the end of each stretch, so that nothing is under way when the model is
             # evaluated or saved.
             while self._train_stretch(batches):
+                is_best = False
                 if self._due(self._config.validation_freq_within_epoch):
-                    self._evaluate()
-                if self._due(self._checkpoint_every):  # with the scores of the evaluation
+                    is_best = self._evaluate()
+                    self._decide_to_stop()
+                if self._due(self._checkpoint_every) or is_best or self.stopped:  # with the scores of the evaluation
                     self._checkpoint()
+                if self.stopped is not None:
+                    break
         finally:
             self._console.stop_progress()
             batches.close()
@@ -224,7 +241,8 @@ class Trainer:
         self._window_rows = 0
         return time.perf_counter()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Scores the held-out rows; returns whether they are the best so far, the same on all ranks."""
         started = time.perf_counter()
         model = self._pipeline.detach()
         scores = evaluate(model, self._val_data, self._runtime.device, self._config.limit_val_batches)
@@ -248,7 +266,13 @@ class Trainer:
             if best is not None
             else ""
         )
-        self._console.say(f"held out, step {self.position.step}: {show_scores(scores)}{planted}")
+        so_far = decide_on_main(self._runtime, lambda: best_evaluation(self.history.evaluation))
+        is_best = so_far is not None and so_far["step"] == self.position.step
+        beside = ""
+        if so_far is not None:
+            beside = "  best so far" if is_best else f"  best so far: NE {show(so_far['ne'])} of step {so_far['step']}"
+        self._console.say(f"held out, step {self.position.step}: {show_scores(scores)}{beside}{planted}")
+        return is_best
 
     def _checkpoint(self) -> None:
         if not self._checkpointing:

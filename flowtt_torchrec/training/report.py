@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from flowtt_torchrec.files import write_atomically
 from flowtt_torchrec.machine import device_name
+from flowtt_torchrec.training.best import best_evaluation
+from flowtt_torchrec.training.checkpoint import Checkpoints
 from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show, show_bytes
 from flowtt_torchrec.training.loop import Trainer
@@ -34,6 +36,7 @@ def build_report(
     planned: Sequence[PlannedTable],
     trainer: Trainer,
     notes: Sequence[str],
+    checkpoints: Checkpoints | None,
 ) -> dict[str, Any]:
     """The report as plain values. All ranks call it together; only rank 0's is complete.
 
@@ -43,6 +46,7 @@ def build_report(
         planned: the tables.
         trainer: after its run.
         notes: what there is to know about the data.
+        checkpoints: of the run, if it writes any.
     """
     peaks: list[dict[str, int]] = [{}] * runtime.world_size
     dist.all_gather_object(peaks, peak_memory(runtime.device))
@@ -71,6 +75,8 @@ def build_report(
             "tensor_trains": sum(table.spec is not None for table in planned),
         },
         "metrics": evaluations[-1] if evaluations else None,
+        "best": _best(evaluations, checkpoints),
+        "stopped": trainer.stopped,
         "history": asdict(trainer.history),
         "steps": trainer.position.step,
         "samples_per_second": trainer.samples_per_second,
@@ -78,6 +84,15 @@ def build_report(
         "peak_memory_bytes": peaks,
         "step_breakdown": [asdict(part) for part in trainer.profiler.breakdown],
     }
+
+
+def _best(evaluations: Sequence[dict[str, Any]], checkpoints: Checkpoints | None) -> dict[str, Any] | None:
+    """The best evaluation, with the checkpoint of its step; None for a checkpoint that there is not."""
+    best = best_evaluation(evaluations)
+    if best is None:
+        return None
+    kept = checkpoints is not None and best["step"] in checkpoints.steps()
+    return {**best, "checkpoint": str(checkpoints.path(best["step"])) if checkpoints is not None and kept else None}
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
@@ -107,19 +122,26 @@ def show_breakdown(console: Console, parts: Sequence[Part], cuda: bool) -> None:
 
 
 def show_metrics(console: Console, report: dict[str, Any]) -> None:
-    """Prints the last evaluation beside the best possible one, speed and memory."""
+    """Prints the last evaluation beside the run's best and the best possible one, speed and memory."""
     metrics = report["metrics"]
     if metrics is not None:
         # A log loss there is for any rows: where it is null, predictions were no numbers.
-        model = [show(math.nan if metrics["loss"] is None else metrics[name]) for name in ("auroc", "ne", "loss")]
+        names = ("auroc", "ne", "loss")
+        last = [show(math.nan if metrics["loss"] is None else metrics[name]) for name in names]
+        of_run = report["best"] or dict.fromkeys(names)
+        of_run_step = f" (step {of_run['step']})" if report["best"] else ""
         margin = metrics.get("best_auroc_margin")
-        best = [
+        possible = [
             show(metrics.get("best_auroc")) + ("" if margin is None else f" ± {show(margin)}"),
             show(metrics.get("best_ne")),
             "-",
         ]
-        rows = [list(row) for row in zip(("AUROC", "NE", "log loss"), model, best)]
-        console.table(f"Held-out rows ({metrics['samples']:,})", ["metric", "model", "best possible"], rows)
+        best = [show(of_run[name]) for name in names]
+        rows = [list(row) for row in zip(("AUROC", "NE", "log loss"), last, best, possible)]
+        columns = ["metric", f"last (step {metrics['step']})", f"best{of_run_step}", "best possible"]
+        console.table(f"Held-out rows ({metrics['samples']:,})", columns, rows)
+        if report["best"] and report["best"]["checkpoint"]:
+            console.say(f"best checkpoint: {report['best']['checkpoint']}")
     peaks = report["peak_memory_bytes"]
     speed = report["samples_per_second"]
     memory = f"peak memory a process {show_bytes(max(peak['rss'] for peak in peaks))}"

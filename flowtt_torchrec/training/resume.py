@@ -14,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from flowtt_torchrec.datasets import ClickDataset
 from flowtt_torchrec.spec import TTSpec
+from flowtt_torchrec.training.best import best_evaluation
 from flowtt_torchrec.training.checkpoint import Checkpoints
 from flowtt_torchrec.training.config import OptimizerConfig, TrainConfig
 from flowtt_torchrec.training.errors import CheckpointError
@@ -94,7 +95,9 @@ class RunState:
             "plan": [table.to_dict() for table in self._planned],
             "versions": versions(),
         }
-        return checkpoints.save(position.step, self._tensors(self._runtime.world_size), state)
+        best = best_evaluation(history.evaluation)
+        spare = None if best is None else best["step"]
+        return checkpoints.save(position.step, self._tensors(self._runtime.world_size), state, spare)
 
     def load(self, checkpoints: Checkpoints, saved: SavedRun) -> None:
         """Makes the model, the optimizer and the random numbers what they were. All ranks call it together.

@@ -57,6 +57,14 @@ def test_the_latest_are_kept(checkpoints: Checkpoints) -> None:
     assert os.listdir(checkpoints.directory) == []
 
 
+def test_one_that_is_spared_stays_beside_the_latest(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, _tensors(step), {}, spare=1)
+    assert checkpoints.steps() == [1, 3, 4]
+    checkpoints.save(5, _tensors(5), {}, spare=3)
+    assert checkpoints.steps() == [3, 4, 5]
+
+
 def test_half_written_ones_are_ignored_and_removed(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, _tensors(1.0), {})
     for name in (".writing-step-000000000002", ".removing-step-000000000000"):
