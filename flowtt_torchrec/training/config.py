@@ -274,8 +274,8 @@ class CheckpointConfig:
 
     directory: str | None = None
     every: int | None = None
-    """Steps between checkpoints; by default at the end of each epoch. Within an epoch, an evaluation that is the best so
-    far or the last writes one as well."""
+    """Steps between checkpoints; by default at the end of each epoch. Within an epoch, an evaluation that is the best
+    so far or the last writes one as well."""
     keep: int = 2
     """The latest that many are kept, and besides them the one of the best NE."""
     overwrite: bool = False

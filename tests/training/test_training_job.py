@@ -100,8 +100,11 @@ def test_output_ends_with_table_scores_and_report(finished: tuple[Path, str]) ->
     assert "Warning" not in finished[1]
 
 
-def test_checkpoints_are_the_last_two(finished: tuple[Path, str]) -> None:
-    assert _saved(finished[0]) == ["step-000000000090", "step-000000000120"]
+def test_checkpoints_are_the_last_two_and_the_best(finished: tuple[Path, str]) -> None:
+    evaluations = _report(finished[0])["history"]["evaluation"]
+    # As it was known when the last was written.
+    best = min((entry for entry in evaluations if entry["step"] < STEPS), key=lambda entry: entry["ne"])["step"]
+    assert _saved(finished[0]) == [f"step-{step:012d}" for step in sorted({best, 90, STEPS})]
 
 
 def _children(pid: int) -> list[int]:
