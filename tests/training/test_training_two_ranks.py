@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from training_jobs import TINY, run_job
 
+from flowtt_torchrec.training.folders import held
+
 pytestmark = pytest.mark.slow  # a dozen jobs
 
 STEPS = 20  # 2 epochs of 480 rows, 2 ranks x 25 rows a step; each ends with a short batch, and `every` with it
@@ -84,9 +86,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(trained: Path) -> Callable[..., None]:
     """Runs a job that must end with a message, and leave everything as it was."""
 
-    def start(message: str, *settings: str) -> None:
+    def start(message: str, *settings: str, resume: bool = True) -> None:
         report = (trained / "report" / "report.json").read_bytes()
-        result = _run(trained, *settings, resume=True)
+        result = _run(trained, *settings, resume=resume)
         assert result.returncode == 1, result.stdout
         assert message in result.stdout
         assert result.stdout.count("error") == 1, result.stdout
@@ -119,3 +121,12 @@ def test_a_flipped_bit_is_told_once(trained: Path, refused: Callable[..., None],
         flipped[len(flipped) // 2] ^= 1
         path.write_bytes(flipped)
         refused(f"is damaged: {name}: ", "training.epochs=3")
+
+
+def test_folders_that_cannot_be_used_are_told_once(trained: Path, refused: Callable[..., None]) -> None:
+    """Only rank 0 knows; the other one waits for it, and is ended."""
+    refused("report.directory: cannot write into tiny.yaml: File exists", "report.directory=tiny.yaml")
+    refused("checkpoint.directory: cannot write into tiny.yaml: File exists", "checkpoint.directory=tiny.yaml")
+    with held(trained / "checkpoints"):
+        refused("checkpoints is in use by another job: process ", "training.epochs=3")
+    refused("checkpoints has checkpoints of an earlier run, the last of step 20; continue it", resume=False)
