@@ -26,6 +26,7 @@ from flowtt_torchrec.files import sync_directory, write_atomically
 from flowtt_torchrec.training.errors import CheckpointError
 
 _STATE_FILE = "state.json"
+_BEST_FILE = "best.json"
 _NAME = re.compile(r"step-(\d+)")
 _WRITTEN_BY = re.compile(r"__(\d+)_\d+\.distcp")  # rank, by torch.distributed.checkpoint
 _FILES, _CHECKSUM = "files", "checksum"
@@ -54,6 +55,29 @@ class Checkpoints:
             return []
         names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / _STATE_FILE).is_file())
         return sorted(int(match[1]) for match in names if match)
+
+    def best(self) -> int | None:
+        """Step of the checkpoint that `mark_best` was last told; None if there is none, or it is gone."""
+        try:
+            step = json.loads((self.directory / _BEST_FILE).read_text(encoding="utf-8"))["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if step in self.steps() else None
+
+    def mark_best(self, step: int) -> None:
+        """Notes that the checkpoint of ``step`` is the best, if there is one. For one rank.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if step not in self.steps():
+            return
+        try:
+            write_atomically(self.directory / _BEST_FILE, json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.directory / _BEST_FILE}: {_reason(error, self.directory)}"
+            ) from None
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
@@ -150,6 +174,7 @@ class Checkpoints:
         steps = self.steps()
         for step in steps:
             _remove(self.path(step))
+        (self.directory / _BEST_FILE).unlink(missing_ok=True)
         self._clean()
         return len(steps)
 

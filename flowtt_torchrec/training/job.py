@@ -18,20 +18,21 @@ from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.console import Console, show_bytes
 from flowtt_torchrec.training.data import make_dataset
 from flowtt_torchrec.training.errors import CheckpointError, UserError
+from flowtt_torchrec.training.evaluation import evaluate_checkpoint
 from flowtt_torchrec.training.folders import held, try_folder
 from flowtt_torchrec.training.loop import History, Position, Trainer
 from flowtt_torchrec.training.model import LearningRate, build_optimizer, shard
 from flowtt_torchrec.training.options import DryRun, Invocation
-from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs
+from flowtt_torchrec.training.planning import Machine, Planning, print_planner_logs, this_machine
 from flowtt_torchrec.training.quiet import quiet_libraries
 from flowtt_torchrec.training.report import build_report, show_breakdown, show_metrics, write_report
 from flowtt_torchrec.training.resume import RunState, SavedRun, placement_is_free
-from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, host_memory, process_group
+from flowtt_torchrec.training.runtime import Runtime, choose_device, decide_on_main, process_group
 from flowtt_torchrec.training.tables import planned_tables, show_plan, show_summary
 
 
 def run(invocation: Invocation) -> None:
-    """Trains, or plans only, as the command line asks for.
+    """Trains, evaluates or plans only, as the command line asks for.
 
     Raises:
         UserError: something the user gave is wrong.
@@ -45,6 +46,10 @@ def run(invocation: Invocation) -> None:
         return
     _check_backend()
     training = invocation.config.training
+    if invocation.evaluate is not None:  # only reads checkpoints: a run may be writing others
+        with process_group(choose_device(training.device), training.threads, training.start_timeout) as runtime:
+            evaluate_checkpoint(invocation.config, invocation.evaluate, _report_directory(invocation), runtime, console)
+        return
     with (
         process_group(choose_device(training.device), training.threads, training.start_timeout) as runtime,
         _held_folders(invocation, runtime, console),
@@ -140,14 +145,6 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
 
     if config.report.print_sharding_plan and runtime.is_main:
         print_planner_logs()
-    cuda = runtime.device.type == "cuda"
-    machine = Machine(
-        runtime.device.type,
-        runtime.world_size,
-        runtime.local_world_size,
-        hbm=torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None,
-        ddr=host_memory() // runtime.local_world_size,
-    )
     saved = saved_types = saved_trains = None
     if checkpoints is not None and last_step is not None:
         saved = SavedRun.read(checkpoints, last_step)
@@ -155,7 +152,7 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
             console.say(f"--resume: {warning}")
         saved_types = None if placement_is_free(config.optimizer) else saved.sharding_types()
         saved_trains = set(saved.specs)
-    planning = Planning(config, train_data, machine, runtime.device, saved_types, saved_trains)
+    planning = Planning(config, train_data, this_machine(runtime), runtime.device, saved_types, saved_trains)
     plan = planning.plan(dist.group.WORLD)
     planned = planned_tables(planning.tables, planning.specs, plan, runtime.world_size)
     if config.report.print_sharding_plan:
@@ -175,6 +172,10 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         assert checkpoints is not None
         return state.save(checkpoints, position, history)
 
+    def mark_best(step: int) -> None:
+        if checkpoints is not None and runtime.is_main:
+            checkpoints.mark_best(step)
+
     log, close_log = _tensorboard(directory, config, runtime)
     trainer = Trainer(
         training,
@@ -187,6 +188,7 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
         train_data,
         val_data,
         save,
+        mark_best,
         log,
     )
     if checkpoints is not None and saved is not None:
@@ -200,7 +202,7 @@ def train(invocation: Invocation, runtime: Runtime, console: Console) -> None:
     if not runtime.is_main:
         return
     console.say()
-    show_breakdown(console, trainer.profiler.breakdown, cuda)
+    show_breakdown(console, trainer.profiler.breakdown, runtime.device.type == "cuda")
     console.say()
     planning.compression.show()
     console.say()

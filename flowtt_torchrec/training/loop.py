@@ -16,7 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from flowtt_torchrec import ops
-from flowtt_torchrec.datasets import ClickDataset
+from flowtt_torchrec.datasets import ClickDataset, Split
 from flowtt_torchrec.datasets.prefetch import Prefetcher
 from flowtt_torchrec.training.best import best_evaluation, reason_to_stop
 from flowtt_torchrec.training.config import CheckpointConfig, TrainingConfig
@@ -75,6 +75,7 @@ class Trainer:
         train_data: rows to train on.
         val_data: rows to evaluate on, maybe in batches of another size.
         save: writes a checkpoint of the model and what it is given, and returns where.
+        mark_best: notes that the checkpoint of a step, if there is one, is the best.
         log: receives (name, value, step) of every score that there is, on all ranks.
     """
 
@@ -90,6 +91,7 @@ class Trainer:
         train_data: ClickDataset,
         val_data: ClickDataset,
         save: Callable[[Position, History], Path],
+        mark_best: Callable[[int], None],
         log: Callable[[str, float, int], None],
     ) -> None:
         self._config = config
@@ -98,7 +100,7 @@ class Trainer:
         self._runtime, self._console = runtime, console
         self._model, self._optimizer, self._learning_rate = model, optimizer, learning_rate
         self._train_data, self._val_data = train_data, val_data
-        self._save, self._log = save, log
+        self._save, self._mark_best, self._log = save, mark_best, log
         self._pipeline = TrainPipelineSparseDist(model, optimizer, runtime.device, execute_all_batches=True)
         self._window = ClickMetrics(_WINDOW_SAMPLES)
         self._window_rows, self._window_seconds = 0, 0.0
@@ -121,6 +123,9 @@ class Trainer:
         """Continues from the checkpoint ``path``; the model and the optimizer must already be what they were."""
         self.position, self.history = position, history
         self._saved = position.step, path
+        best = best_evaluation(history.evaluation)
+        if best is not None:  # it may have been killed before it was noted
+            self._mark_best(best["step"])
 
     def run(self) -> None:
         """Trains all epochs, or until the evaluations say that it is enough, evaluating after each."""
@@ -132,7 +137,8 @@ class Trainer:
                     break
                 self.position.epoch_finished = True
                 self._checkpoint()
-            self._evaluate()
+            if self._evaluate():
+                self._mark_best(self.position.step)
             if self.position.epoch + 1 == self._config.epochs:
                 break
             self._decide_to_stop()
@@ -164,6 +170,8 @@ class Trainer:
                     self._decide_to_stop()
                 if self._due(self._checkpoint_every) or is_best or self.stopped:  # with the scores of the evaluation
                     self._checkpoint()
+                if is_best:
+                    self._mark_best(self.position.step)
                 if self.stopped is not None:
                     break
         finally:
@@ -313,19 +321,26 @@ class Trainer:
                 self._log(f"{split}/{name}", value, self.position.step)
 
 
-def evaluate(model: torch.nn.Module, dataset: ClickDataset, device: torch.device, limit: int | None = None) -> Scores:
-    """Scores the model on the held-out rows of all ranks together. All ranks call it together.
+def evaluate(
+    model: torch.nn.Module,
+    dataset: ClickDataset,
+    device: torch.device,
+    limit: int | None = None,
+    split: Split = "val",
+) -> Scores:
+    """Scores the model on the rows of a split of all ranks together. All ranks call it together.
 
     Args:
         model: the sharded `DLRMTrain`, not under a pipeline.
-        dataset: its ``"val"`` split is used.
+        dataset: the rows.
         device: of the model.
         limit: batches of each rank; by default all.
+        split: one of ``dataset.splits``.
     """
     metrics = ClickMetrics()
     model.eval()
     with torch.no_grad():
-        for batch in islice(dataset.batches("val"), limit):
+        for batch in islice(dataset.batches(split), limit):
             _, (_, logits, labels) = model(batch.to(device))
             metrics.update(logits, labels)
     model.train()

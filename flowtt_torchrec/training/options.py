@@ -13,12 +13,23 @@ from typing import NoReturn
 
 import yaml
 
+from flowtt_torchrec.datasets import Split
 from flowtt_torchrec.hints import did_you_mean
 from flowtt_torchrec.training.config import TrainConfig
 from flowtt_torchrec.training.errors import ConfigError
 from flowtt_torchrec.training.settings import Tree, assign, build, merge, read_assignment, read_yaml
 
-RUN_OPTIONS = ["--config", "--set", "--resume", "--print-config", "--dry-run", "--world-size", "--local-world-size"]
+RUN_OPTIONS = [
+    "--config",
+    "--set",
+    "--resume",
+    "--evaluate",
+    "--checkpoint",
+    "--print-config",
+    "--dry-run",
+    "--world-size",
+    "--local-world-size",
+]
 # Option of the command line -> key of the configuration. Flags set it to True, or to the value after "=".
 SETTINGS = {
     "--data": "data.path",
@@ -88,6 +99,19 @@ class DryRun:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What to score without training.
+
+    Args:
+        split: of the data.
+        checkpoint: ``best``, ``last`` or a step.
+    """
+
+    split: Split
+    checkpoint: str
+
+
+@dataclass(frozen=True)
 class Invocation:
     """A command line, read.
 
@@ -97,6 +121,7 @@ class Invocation:
         resume: continue from the last checkpoint.
         print_config: print the settings and stop.
         dry_run: plan for this machine, print the plan and stop.
+        evaluate: score a checkpoint and stop.
     """
 
     config: TrainConfig
@@ -104,6 +129,7 @@ class Invocation:
     resume: bool = False
     print_config: bool = False
     dry_run: DryRun | None = None
+    evaluate: Evaluation | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,6 +157,16 @@ def parser() -> argparse.ArgumentParser:
         help="settings, e.g. compression.rank=16 training.seed=3",
     )
     result.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if there is one")
+    result.add_argument(
+        "--evaluate",
+        nargs="?",
+        const="val",
+        choices=("val", "test"),
+        help="score a checkpoint on a split (default val) without training; prepared folders have a test split",
+    )
+    result.add_argument(
+        "--checkpoint", metavar="WHICH", help="for --evaluate: best (the default), last, or the number of a step"
+    )
     result.add_argument("--print-config", action="store_true", help="print all settings as YAML and stop")
     dry = result.add_argument_group("planning without training")
     dry.add_argument("--dry-run", action="store_true", help="print the plan and the compression table and stop")
@@ -175,6 +211,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
         resume=options.resume,
         print_config=options.print_config,
         dry_run=_dry_run(options),
+        evaluate=_evaluation(options, config),
     )
 
 
@@ -192,6 +229,22 @@ def _value(option: str, text: str) -> object:
         return text if "," in text else yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"{option}: {text!r} is not a valid value") from None
+
+
+def _evaluation(options: argparse.Namespace, config: TrainConfig) -> Evaluation | None:
+    if options.evaluate is None:
+        if options.checkpoint is not None:
+            raise ConfigError("--checkpoint goes with --evaluate; training continues from the last one with --resume")
+        return None
+    for name in ("resume", "dry_run"):
+        if getattr(options, name):
+            raise ConfigError(f"--evaluate does not train or plan only: leave out --{name.replace('_', '-')}")
+    if config.checkpoint.directory is None:
+        raise ConfigError("--evaluate: there is no checkpoint directory; set checkpoint.directory or --checkpoint-dir")
+    which = options.checkpoint or "best"
+    if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
+        raise ConfigError(f"--checkpoint {which}: must be best, last or the number of a step")
+    return Evaluation(options.evaluate, which)
 
 
 def _dry_run(options: argparse.Namespace) -> DryRun | None:

@@ -45,6 +45,7 @@ from flowtt_torchrec.training.config import ModelConfig, TrainConfig
 from flowtt_torchrec.training.data import table_configs
 from flowtt_torchrec.training.errors import ConfigError, UserError
 from flowtt_torchrec.training.model import build_dlrm, optimize_tables_in_backward
+from flowtt_torchrec.training.runtime import Runtime, host_memory
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ def make_sharders(specs: Mapping[str, TTSpec], seed: int = 0) -> list[ModuleShar
         seed: of their initial cores.
     """
     return [*get_default_sharders(), TTEmbeddingBagCollectionSharder(specs, seed=seed)]
+
+
+def this_machine(runtime: Runtime) -> Machine:
+    """The one that the job runs on."""
+    cuda = runtime.device.type == "cuda"
+    return Machine(
+        runtime.device.type,
+        runtime.world_size,
+        runtime.local_world_size,
+        hbm=torch.cuda.get_device_properties(runtime.device).total_memory if cuda else None,
+        ddr=host_memory() // runtime.local_world_size,
+    )
 
 
 class Planning:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_jobs import run_here
+from training_jobs import TINY, run_here, run_job
 
 from flowtt_torchrec.training.best import best_evaluation, reason_to_stop
+from flowtt_torchrec.training.checkpoint import Checkpoints
 from flowtt_torchrec.training.config import TrainingConfig
+from flowtt_torchrec.training.errors import CheckpointError, ConfigError, UserError
+from flowtt_torchrec.training.options import parse
 from flowtt_torchrec.training.settings import InvalidField
 
 
@@ -72,7 +75,23 @@ def test_patience_stops_and_the_best_checkpoint_stays(
     assert f"best (step {best['step']})" in output
     assert f"best checkpoint: {best['checkpoint']}" in output
 
+    def evaluated(split: str = "val", checkpoint: str = "best") -> dict[str, Any]:
+        run_here("--config", tiny, "--evaluate", split, "--checkpoint", checkpoint, "--set", *settings)
+        return json.loads(Path(f"report/evaluate-{split}.json").read_text())
+
+    for entry, name in ((best, "best"), (whole["metrics"], "last"), (best, str(best["step"]))):
+        scores = evaluated(checkpoint=name)
+        assert (scores["step"], scores["samples"]) == (entry["step"], entry["samples"])
+        for score in ("auroc", "ne", "loss"):
+            assert scores[score] == pytest.approx(entry[score], abs=5e-7)
+        assert f"{best['auroc']:.6f}" in capsys.readouterr().out or name == "last"
+    with pytest.raises(UserError, match="--evaluate test: this data has no such split, only train, val; folders that"):
+        evaluated("test")
+    with pytest.raises(CheckpointError, match=r"--checkpoint 3: there is none of that step in checkpoints; there are"):
+        evaluated(checkpoint="3")
+
     again = job(options=("--resume",))  # has been told to stop
+    assert Checkpoints("checkpoints").best() == best["step"]
     assert (again["best"], again["steps"], again["stopped"]) == (best, whole["steps"], whole["stopped"])
 
     shutil.rmtree(f"checkpoints/step-{whole['steps']:012d}")  # continues from the best
@@ -80,3 +99,62 @@ def test_patience_stops_and_the_best_checkpoint_stays(
     assert between["history"]["evaluation"] == evaluations
     assert (between["best"], between["stopped"]) == (best, whole["stopped"])
     assert _steps() == [best["step"], whole["steps"]]
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_what_they_trained_and_one_does_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    arguments = ["--config", "tiny.yaml", "--checkpoint-dir", "checkpoints", "--report-dir", "report"]
+    arguments += ["--set", "training.epochs=3", "optimizer.learning_rate=0.4", "training.profile_steps=0"]
+    trained = run_job(arguments, tmp_path)
+    assert trained.returncode == 0, trained.stdout
+    best = json.loads((tmp_path / "report/report.json").read_text())["best"]
+    for ranks in (2, 1):
+        result = run_job([*arguments, "--evaluate"], tmp_path, ranks)
+        assert result.returncode == 0, result.stdout
+        scores = json.loads((tmp_path / "report/evaluate-val.json").read_text())
+        assert scores["checkpoint"] == best["checkpoint"]
+        for score in ("auroc", "ne", "loss"):
+            assert scores[score] == pytest.approx(best[score], abs=5e-7)
+
+
+def test_a_prepared_folder_has_a_test_split_to_score(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    from flowtt_torchrec.datasets.prepared.prepare import prepare
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOWTT_DEVICE", "cpu")
+    Path("days").mkdir()
+    for day in range(2):
+        lines = ("\t".join([f"{row % 3 == 0:d}", *["7"] * 13, *[f"{row * 31 % 97:08x}"] * 26]) for row in range(80))
+        Path(f"days/day_{day}").write_text("\n".join(lines) + "\n")
+    prepare("days", "prepared", num_embeddings=[100] * 26, say=lambda text: None)
+    text = tiny.read_text().replace("generate: {train_rows: 3000, val_rows: 500, scale: 0.01}", "path: prepared")
+    tiny.write_text(text)
+    settings = ["checkpoint.directory=checkpoints", "report.directory=report", "training.profile_steps=0"]
+    run_here("--config", tiny, "--set", *settings)
+    run_here("--config", tiny, "--evaluate", "test", "--set", *settings)
+    scores = json.loads(Path("report/evaluate-test.json").read_text())
+    assert (scores["split"], scores["samples"]) == ("test", 40)
+    assert scores["ne"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "last"], "--checkpoint goes with --evaluate"),
+        (["--evaluate"], "--evaluate: there is no checkpoint directory"),
+        (["--evaluate", "--checkpoint-dir", "c", "--resume"], "leave out --resume"),
+        (
+            ["--evaluate", "--checkpoint-dir", "c", "--checkpoint", "first"],
+            "must be best, last or the number of a step",
+        ),
+    ],
+)
+def test_options_of_an_evaluation_that_mean_nothing_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(["--data", "x", *arguments])

@@ -104,7 +104,7 @@ def test_checkpoints_are_the_last_two_and_the_best(finished: tuple[Path, str]) -
     evaluations = _report(finished[0])["history"]["evaluation"]
     # As it was known when the last was written.
     best = min((entry for entry in evaluations if entry["step"] < STEPS), key=lambda entry: entry["ne"])["step"]
-    assert _saved(finished[0]) == [f"step-{step:012d}" for step in sorted({best, 90, STEPS})]
+    assert _saved(finished[0]) == ["best.json", *(f"step-{step:012d}" for step in sorted({best, 90, STEPS}))]
 
 
 def _children(pid: int) -> list[int]:
