@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,18 +27,40 @@ def test_a_fit_finds_what_made_the_times(cost: PassCost) -> None:
     assert found.ms_per_flow == pytest.approx(cost.ms_per_flow, rel=1e-3, abs=1e-9)
 
 
-def test_measured_constants_order_what_is_clearly_different(tmp_path: Path) -> None:
-    costs = calibrate("cpu", shapes=((20_000, 16, 4), (100_000, 64, 32)), lookups=(500, 8_000), repeats=2)
+def test_calibration_finds_the_cost_of_each_pass_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, backward = PassCost(2e6, 1e6, 1e-3, 5e-3), PassCost(5e5, 1e6, 0.0, 2e-3)
+    measure = calibration._measure
+
+    def on_an_idle_machine(*case: Any) -> calibration.Sample:
+        """What is really done, with the times of a machine that does nothing else."""
+        flops, lookups, flows = features = measure(*case).features
+        return calibration.Sample(features, forward.ms(flops, 0, lookups, flows), backward.ms(flops, 0, lookups, flows))
+
+    monkeypatch.setattr(calibration, "_measure", on_an_idle_machine)
+    costs = calibrate("cpu", shapes=((20_000, 16, 4), (100_000, 64, 32)), lookups=(500, 8_000), repeats=1)
     assert costs.device == "cpu"
     assert costs.source.startswith("measured on ")
     cpu_info = Path("/proc/cpuinfo").read_text()
     assert costs.measured["machine"] in cpu_info or "model name" not in cpu_info
     assert {"machine", "date", "versions", "threads", "backend"} <= costs.measured.keys()
-    for of_pass in (costs.forward, costs.backward):
-        assert of_pass.ms(64e6, 1e5, 8_000, 4_000) > 2 * of_pass.ms(1e5, 1e4, 500, 300)
+    for found, expected in ((costs.forward, forward), (costs.backward, backward)):
+        work = (64e6, 0.0, 8_000.0, 4_000.0)
+        assert found.ms(*work) == pytest.approx(expected.ms(*work), rel=1e-2)
     path = tmp_path / "costs.json"
     costs.save(path)
     assert CostConstants.load(path) == costs
+
+
+def test_a_measurement_has_the_work_of_its_batch_and_times() -> None:
+    sample = calibration._measure(torch.device("cpu"), 20_000, 16, 4, 500, 1)
+    flops, lookups, flows = sample.features
+    assert lookups == 500
+    assert 1 <= flows <= 500
+    assert flops > 0
+    assert 0 < sample.forward_ms < float("inf")
+    assert 0 < sample.backward_ms < float("inf")
 
 
 def test_shipped_constants_say_that_they_are_not_measured() -> None:
