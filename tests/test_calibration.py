@@ -27,25 +27,30 @@ def test_a_fit_finds_what_made_the_times(cost: PassCost) -> None:
     assert found.ms_per_flow == pytest.approx(cost.ms_per_flow, rel=1e-3, abs=1e-9)
 
 
-def test_calibration_finds_the_cost_of_each_pass_and_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward, backward = PassCost(2e6, 1e6, 1e-3, 5e-3), PassCost(5e5, 1e6, 0.0, 2e-3)
+FORWARD, BACKWARD = PassCost(2e6, 1e6, 1e-3, 5e-3), PassCost(5e5, 1e6, 0.0, 2e-3)
+
+
+@pytest.fixture
+def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is done, and takes what `FORWARD` and `BACKWARD` say: times of a busy machine need not grow with the work."""
     measure = calibration._measure
 
-    def on_an_idle_machine(*case: Any) -> calibration.Sample:
-        """What is really done, with the times of a machine that does nothing else."""
+    def with_known_times(*case: Any) -> calibration.Sample:
         flops, lookups, flows = features = measure(*case).features
-        return calibration.Sample(features, forward.ms(flops, 0, lookups, flows), backward.ms(flops, 0, lookups, flows))
+        return calibration.Sample(features, FORWARD.ms(flops, 0, lookups, flows), BACKWARD.ms(flops, 0, lookups, flows))
 
-    monkeypatch.setattr(calibration, "_measure", on_an_idle_machine)
+    monkeypatch.setattr(calibration, "_measure", with_known_times)
+
+
+@pytest.mark.usefixtures("idle_machine")
+def test_calibration_finds_the_cost_of_each_pass_and_says_where(tmp_path: Path) -> None:
     costs = calibrate("cpu", shapes=((20_000, 16, 4), (100_000, 64, 32)), lookups=(500, 8_000), repeats=1)
     assert costs.device == "cpu"
     assert costs.source.startswith("measured on ")
     cpu_info = Path("/proc/cpuinfo").read_text()
     assert costs.measured["machine"] in cpu_info or "model name" not in cpu_info
     assert {"machine", "date", "versions", "threads", "backend"} <= costs.measured.keys()
-    for found, expected in ((costs.forward, forward), (costs.backward, backward)):
+    for found, expected in ((costs.forward, FORWARD), (costs.backward, BACKWARD)):
         work = (64e6, 0.0, 8_000.0, 4_000.0)
         assert found.ms(*work) == pytest.approx(expected.ms(*work), rel=1e-2)
     path = tmp_path / "costs.json"
@@ -95,6 +100,7 @@ def test_the_command_says_where_there_is_no_gpu(
     assert not output.exists()
 
 
+@pytest.mark.usefixtures("idle_machine")
 def test_the_command_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
