@@ -136,30 +136,30 @@ def prepare(
         None if like is None or ids != "contiguous" else str(Path(like).resolve()),
         [(name, path.name, stat.st_size, stat.st_mtime_ns) for name, path, stat in zip(names, files, stats)],
     )
-    with _Target(target, job) as work:
-        started = time.monotonic()
-        for name, path, stat in zip(names, files, stats):
-            work.make_part(name, path, stat.st_size, columns, max_bad_share, workers or os.cpu_count() or 1, say)
-        if ids == "contiguous":
-            sizes = work.number_ids(None if like is None else Path(like), tables, say)
-        parts = work.parts()
-        rows = sum(part.rows for part in parts)
-        if not rows:
-            raise DataError(f"{source}: no rows in {len(files)} file(s)")
-        assert sizes is not None
-        manifest = Manifest(
-            dense=list(columns.dense),
-            sparse=features,
-            tables=tables,
-            num_embeddings=sizes,
-            ids=ids,
-            frequency_threshold=frequency_threshold,
-            parts=parts,
-            split=_split(split, [(part.name, part.rows) for part in parts]),
-        )
-        _write_counts(target, manifest, say)
-        seconds = time.monotonic() - started
-        work.finish(manifest)
+    work = _Target(target, job)
+    started = time.monotonic()
+    for name, path, stat in zip(names, files, stats):
+        work.make_part(name, path, stat.st_size, columns, max_bad_share, workers or os.cpu_count() or 1, say)
+    if ids == "contiguous":
+        sizes = work.number_ids(None if like is None else Path(like), tables, say)
+    parts = work.parts()
+    rows = sum(part.rows for part in parts)
+    if not rows:
+        raise DataError(f"{source}: no rows in {len(files)} file(s)")
+    assert sizes is not None
+    manifest = Manifest(
+        dense=list(columns.dense),
+        sparse=features,
+        tables=tables,
+        num_embeddings=sizes,
+        ids=ids,
+        frequency_threshold=frequency_threshold,
+        parts=parts,
+        split=_split(split, [(part.name, part.rows) for part in parts]),
+    )
+    _write_counts(target, manifest, say)
+    seconds = time.monotonic() - started
+    work.finish(manifest)
     skipped = sum(part.skipped for part in parts)
     say(
         f"{rows:,} rows in {len(parts)} part(s) in {seconds:,.0f} s ({rows / max(seconds, 1e-9):,.0f} rows/s)"
@@ -195,8 +195,6 @@ class _Target:
         self._folder, self._job = folder, job
         self._state = folder / ".job.json"
         self._parts: dict[str, Part] = {}
-
-    def __enter__(self) -> _Target:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             known = self._state.read_text() if self._state.exists() else None
@@ -215,10 +213,6 @@ class _Target:
             raise DataError(f"{self._folder} is a file, it must be a folder") from None
         except OSError as error:
             raise DataError(f"{self._folder}: cannot be written ({error.strerror})") from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do: what is whole has been recorded."""
 
     def _save(self) -> None:
         write_atomically(self._state, json.dumps([self._job.text(), [asdict(part) for part in self._parts.values()]]))
@@ -281,14 +275,11 @@ class _Target:
                     np.savez(stream, **arrays)  # type: ignore[arg-type]
             sums = {"dense": dense.commit(), "sparse": sparse.commit(), "labels": labels.commit()}
         except OSError as error:
-            for writer in writers:
-                writer.discard()
             what = "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
             raise DataError(f"{self._folder}: part {name} cannot be written ({what})") from None
-        except BaseException:
-            for writer in writers:
+        finally:
+            for writer in writers:  # of what has been committed nothing is left to discard
                 writer.discard()
-            raise
         self._parts[name] = Part(name, path.name, size, labels.rows, skipped_count, sums)
         self._save()
         say(f"{name}: {labels.rows:,} rows")
